@@ -1,0 +1,135 @@
+"""How a tensor becomes a record: its bytes into the ring, its statistics into a row, before the model goes on.
+
+The copy must be finished when this returns: an in-place successor, an optimizer or a reused buffer changes the tensor
+next. For a contiguous tensor on the CPU copy and statistics are one pass of the native kernel. Everything else goes by torch: into
+the ring by `copy_`, which knows strides and devices, and the statistics are taken of the copy.
+
+Nothing here is differentiable, draws a random number or keeps a tensor of the model alive.
+"""
+
+import ctypes
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from hookrec.calls import DTYPE_NAMES, Call
+from hookrec.plan import Plan
+from hookrec.ring import KEPT, LARGER_THAN_RING, NOT_ASKED, RING_FULL, ROW, ROW_BYTES, Ring
+from hookrec.statistics import NATIVE_DTYPES, STATISTICS, describe, load_native
+
+StreamKey = tuple[str, str, str, torch.dtype, torch.Size]
+"""layer, kind, path, dtype, shape"""
+
+class Capture:
+    """Writes records into the ring.
+
+    Hooks call it from any thread; `lock` is held while a record is written, so that a part is never sent half filled.
+    """
+
+    def __init__(self, ring: Ring, plan: Plan) -> None:
+        self.lock = threading.RLock()
+        self.seconds = 0.0
+        self.records = 0
+        self._ring = ring
+        self._wait = plan.when_full == "block"
+        self._keep = KEPT if plan.tensors else NOT_ASKED
+        self._keep_this_step = self._keep
+        self._streams: dict[StreamKey, int] = {}
+        self._native = load_native()
+        self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
+        self._memory_address = self._memory.data_ptr()
+        # The rows are written by address, so the buffer must never be resized: the export of it sees to that.
+        self._rows = (ctypes.c_char * len(ring.rows)).from_buffer(ring.rows)
+        self._statistics_address = ctypes.addressof(self._rows) + ROW.size
+        self._scratch = ctypes.create_string_buffer(STATISTICS.size)
+
+    def stream(self, layer: str, kind: str, path: str, dtype: torch.dtype, shape: torch.Size) -> int:
+        """Return the number of the stream of such records; a new one is told to the writer with the next part."""
+        key = (layer, kind, path, dtype, shape)
+        number = self._streams.get(key)
+        if number is None:
+            with self.lock:
+                number = self._streams.setdefault(key, len(self._streams))
+                if number == len(self._streams) - 1:
+                    name = DTYPE_NAMES[dtype]
+                    stream = {"layer": layer, "kind": kind, "path": path, "dtype": name, "shape": list(shape)}
+                    self._ring.facts.setdefault("streams", []).append(stream)
+        return number
+
+    def record(self, stream: int, tensor: Tensor, call: Call) -> bytes:
+        """Record a tensor whose dtype and layout can be stored.
+
+        Returns:
+            Its statistics, packed.
+
+        Raises:
+            WriterGone: the writer died.
+        """
+        with self.lock:
+            begin = time.perf_counter()
+            ring = self._ring
+            nbytes = tensor.nbytes
+            kept, offset = self._keep_this_step, 0
+            if kept == KEPT:
+                if nbytes == 0:
+                    pass
+                elif nbytes > ring.size:
+                    kept = LARGER_THAN_RING
+                else:
+                    waited = ring.wait_s
+                    place = ring.allocate(nbytes, wait=self._wait)
+                    begin += ring.wait_s - waited
+                    if place is None:
+                        kept = self._keep_this_step = RING_FULL
+                    else:
+                        offset = place
+            row = ring.reserve_row()
+            code = NATIVE_DTYPES.get(tensor.dtype)
+            address = self._statistics_address + row * ROW_BYTES
+            if self._native is not None and code is not None and tensor.is_cpu and is_plain(tensor):
+                destination = self._memory_address + offset if offset else None
+                self._native(tensor.data_ptr(), destination, tensor.numel(), code, address)
+            else:
+                self._record_by_torch(tensor, offset, nbytes, row, code, address)
+            begin_row = row * ROW_BYTES
+            step, number, micro, mode = call
+            ROW.pack_into(ring.rows, begin_row, step, stream, number, micro, mode, kept, 0, offset, nbytes)
+            ring.count = row + 1
+            self.records += 1
+            self.seconds += time.perf_counter() - begin
+            return bytes(ring.rows[begin_row + ROW.size : begin_row + ROW_BYTES])
+
+    def _record_by_torch(self, tensor: Tensor, offset: int, nbytes: int, row: int, code: int | None, address: int) -> None:
+        with torch.no_grad():
+            values = tensor.detach()
+            if offset:
+                place = self._memory[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
+                place.copy_(values)
+                values = place
+            elif self._native is not None and code is not None:
+                values = values.cpu().resolve_conj().resolve_neg().contiguous()
+            if self._native is not None and code is not None and values.numel():
+                self._native(values.data_ptr(), None, values.numel(), code, address)
+            else:
+                begin = row * ROW_BYTES + ROW.size
+                self._ring.rows[begin : begin + STATISTICS.size] = describe(values)
+
+    def fingerprint(self, tensor: Tensor) -> bytes:
+        """Return the statistics of a tensor, by which a recomputed value is told from others."""
+        return describe(tensor)
+
+    def begin_step(self) -> None:
+        """Keep tensors again, unless the writer has asked for no more of them."""
+        self._keep_this_step = self._keep or self._ring.control.stop_tensors
+
+    @property
+    def ring_was_full(self) -> bool:
+        """Whether the ring was full in this step, so that its tensors are not kept."""
+        return self._keep_this_step == RING_FULL
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the bytes in memory are the values in logical order."""
+    return tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())

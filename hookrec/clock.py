@@ -1,0 +1,130 @@
+"""What ends a step: an optimizer that has stepped, a forward pass that begins, or the user.
+
+The clock also counts the forward passes of each root within the step (`micro`), which tell the micro-batches of
+gradient accumulation apart.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hookrec.errors import AttachError
+from hookrec.plan import CLOCKS
+from hookrec.uncopied import Uncopied
+
+
+class Clock:
+    """Calls `tick` when a step has ended.
+
+    Args:
+        models: the roots.
+        clock: "optimizer" for the first optimizer that steps and holds a parameter of the models, an optimizer, "forward" for
+            forward passes of the roots, or "manual".
+        tick: ends a step.
+        begin_forward: is called before each forward pass of a root that is watched.
+
+    Raises:
+        AttachError: it is no clock.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        clock: str | Optimizer,
+        tick: Callable[[], None],
+        begin_forward: Callable[[], None],
+    ) -> None:
+        check(clock)
+        self.manual = clock == "manual"
+        self.forwards = [0] * len(models)
+        self._by_forward = clock == "forward"
+        self._optimizer = weakref.ref(clock) if isinstance(clock, Optimizer) else None
+        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._models = [weakref.ref(model) for model in models.values()]
+        self._tick = tick
+        self._begin_forward = begin_forward
+        self._root_handles: list[Any] = []
+        self._handle = None
+        if not self.manual and not self._by_forward:
+            self._handle = register_optimizer_step_post_hook(self._stepped)
+
+    def begin_step(self, *, sampled: bool) -> None:
+        """Count forward passes from 0 again.
+
+        Args:
+            sampled: whether anybody wants to know. If not, no hook of ours is on the roots: torch.compile would trace it.
+        """
+        self.forwards = [0] * len(self.forwards)
+        if sampled or self._by_forward:
+            if not self._root_handles:
+                roots = [model for reference in self._models if (model := reference()) is not None]
+                hooks = [_RootHook(self, number, model) for number, model in enumerate(roots)]
+                self._root_handles = [
+                    root.register_forward_pre_hook(hook, prepend=True) for root, hook in zip(roots, hooks, strict=True)
+                ]
+        else:
+            self._unwatch()
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        self._unwatch()
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _unwatch(self) -> None:
+        for handle in self._root_handles:
+            handle.remove()
+        self._root_handles.clear()
+
+    def forward(self, number: int) -> None:
+        """Take note that a root begins a forward pass."""
+        if self._by_forward and self.forwards[number]:
+            self._tick()
+        self.forwards[number] += 1
+        self._begin_forward()
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.manual:
+            return
+        if self._optimizer is None:
+            if optimizer in self._strangers:
+                return
+            if not self._is_ours(optimizer):
+                self._strangers.add(optimizer)
+                return
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer() is optimizer:
+            self._tick()
+
+    def _is_ours(self, optimizer: Optimizer) -> bool:
+        ours = {id(p) for model in self._models if (m := model()) is not None for p in m.parameters()}
+        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+
+
+class _RootHook(Uncopied):
+    """The hook on a root."""
+
+    def __init__(self, clock: Clock, number: int, model: nn.Module) -> None:
+        self._clock = clock
+        self._number = number
+        self._model = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._model() is module:
+            self._clock.forward(self._number)
+
+
+def check(clock: object) -> None:
+    """Raise AttachError if it is no clock."""
+    choices = ", ".join(map(repr, CLOCKS))
+    if isinstance(clock, str) and clock not in CLOCKS:
+        raise AttachError(f"There is no clock {clock!r}; there are {choices}, or an optimizer.")
+    if not isinstance(clock, (str, Optimizer)):
+        raise AttachError(
+            f"clock is a {type(clock).__qualname__}; it takes {choices}, or a torch optimizer. "
+            "For a wrapped optimizer pass the torch optimizer inside, or leave clock='optimizer'."
+        )

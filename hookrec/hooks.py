@@ -1,0 +1,420 @@
+"""How to learn what a layer did without changing what it does: the pitfalls of PyTorch's hooks.
+
+Outputs come from a forward hook. Gradients come from `Tensor.register_hook` on the output. The obvious
+`register_full_backward_hook` wraps outputs in an autograd node, which forbids in-place successors such as
+`nn.ReLU(inplace=True)`, takes flat tuples only and costs 50 µs a call.
+
+A hook on a tensor has pitfalls of its own:
+
+* A Linear on 3-D input returns a view of its matrix product (MaxPool1d, Flatten and others do so too). An in-place successor
+  re-bases the history of a view, and a hook on it then never runs. The hook on its base does, so the gradient is cut out of the base's.
+* A view whose base was changed behind its back has a stale `grad_fn`, and `register_hook` on it can crash
+  the process (pytorch 196459). Reading `grad_fn` first refreshes it.
+* A hook on a tensor without history (a parameter, an input) stays for ever. Those are removed at the end of the step.
+* Activation checkpointing runs layers again inside the backward pass. That is no call. Where the first pass ran
+  without grad (the reentrant kind) the gradients come only from the second, and belong to the call of the first.
+
+Closures hold names and numbers, never tensors: a hook that holds its tensor is a cycle that the garbage collector cannot see.
+"""
+
+import dataclasses
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from hookrec.calls import DTYPE_NAMES, Call
+from hookrec.compiled import EagerSteps
+from hookrec.layers import Layer
+from hookrec.uncopied import Uncopied
+
+_thread = threading.get_ident
+_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
+_transforms = torch._C._functorch.peek_interpreter_stack
+_sequence_number = torch._C._autograd._get_sequence_nr
+
+_MAX_DEPTH = 16
+
+Cut = Callable[[Tensor], Tensor]
+
+
+class Sink(Protocol):
+    """Takes what the hooks report. Called from any thread that runs forward or backward passes."""
+
+    step_number: int
+    """The step that is under way."""
+
+    def micro(self, root: int) -> int:
+        """Return which forward pass of a root in the step is under way, from 0."""
+        ...
+
+    def take(self, layer: "HookedLayer", kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
+        """Record a tensor; return its statistics."""
+        ...
+
+    def fingerprint(self, tensor: Tensor) -> bytes:
+        """Return the statistics of a tensor that is not recorded."""
+        ...
+
+    def note(self, layer: str, note: str) -> None:
+        """Take the reason why something of a layer is not recorded."""
+        ...
+
+    def fault(self, error: Exception) -> None:
+        """Take an error of ours. The training must not see it."""
+        ...
+
+
+class HookedLayer(Uncopied):
+    """The forward hook of one module, and what is known of its calls."""
+
+    __slots__ = ("_calls", "_step", "_without_grad", "entered", "hooks", "module", "name", "root", "streams")
+
+    def __init__(self, layer: Layer, hooks: "Hooks") -> None:
+        self.name = layer.name
+        self.root = layer.root
+        self.streams: dict[tuple[str, str, torch.dtype, torch.Size], int] = {}
+        self.hooks: Hooks | None = hooks
+        self.module = weakref.ref(layer.module)
+        self._step = -1
+        self._calls = 0
+        self._without_grad: list[tuple[Call, bytes]] = []
+        self.entered = (0, 0)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        hooks = self.hooks
+        if hooks is None or self.module() is not module:
+            return
+        begin = time.perf_counter()
+        try:
+            hooks.forward(self, module, output)
+        except Exception as error:
+            hooks.sink.fault(error)
+        hooks.seconds += time.perf_counter() - begin
+
+    def next_call(self, step: int) -> int:
+        """Return the number of the call that has just been completed."""
+        if step != self._step:
+            self._step, self._calls = step, 0
+            self._without_grad.clear()
+        call = self._calls
+        self._calls = call + 1
+        return call
+
+    def await_recomputation(self, call: Call, fingerprint: bytes) -> None:
+        """Remember a call that ran without grad: a recomputation may bring its gradients."""
+        self._without_grad.append((call, fingerprint))
+
+    def recomputed(self, step: int, fingerprint: Callable[[], bytes]) -> Call | None:
+        """Return the call, the last first, that gave the output which was computed again."""
+        if step == self._step and self._without_grad:
+            found = fingerprint()
+            for index in reversed(range(len(self._without_grad))):
+                call, known = self._without_grad[index]
+                if known == found:
+                    del self._without_grad[index]
+                    return call
+        return None
+
+
+class Entry(Uncopied):
+    """The pre-hook of one module: notes which thread entered it, and the autograd sequence number then.
+
+    A node with a higher number was made in this call. The numbers of two threads have nothing to do with each other.
+    """
+
+    __slots__ = ("_layer",)
+
+    def __init__(self, layer: HookedLayer) -> None:
+        self._layer = layer
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self._layer.entered = (_thread(), _sequence_number())
+
+
+class GradientHook:
+    """The hook on one output tensor; holds the key of what its gradient belongs to."""
+
+    __slots__ = ("_call", "_count", "_cut", "_hooks", "_layer", "_path")
+
+    def __init__(self, hooks: "Hooks", layer: HookedLayer, path: str, call: Call, cut: Cut | None = None) -> None:
+        self._hooks = hooks
+        self._layer = layer
+        self._path = path
+        self._call = call
+        self._cut = cut
+        self._count = 0
+
+    def __call__(self, gradient: Tensor | None) -> None:
+        hooks = self._hooks
+        if not hooks.alive or gradient is None:
+            return
+        begin = time.perf_counter()
+        try:
+            if self._cut is not None:
+                gradient = self._cut(gradient)
+            # A second backward pass over the same output gives a second gradient, which is a record of its own.
+            path = self._path if not self._count else f"{self._path}@{self._count}"
+            self._count += 1
+            values = recordable(gradient)
+            if isinstance(values, str):
+                hooks.sink.note(self._layer.name, f"grad_output: {values}")
+            else:
+                hooks.sink.take(self._layer, "grad_output", path, values, self._call)
+        except Exception as error:
+            hooks.sink.fault(error)
+        hooks.seconds += time.perf_counter() - begin
+
+
+class Hooks:
+    """The hooks on the chosen layers of some models.
+
+    `install` and `remove` may be called any number of times; after `remove` the modules are as they were before.
+    """
+
+    def __init__(self, layers: Iterable[Layer], sink: Sink, *, outputs: bool, gradients: bool) -> None:
+        self.sink = sink
+        self.alive = True
+        self.installed = False
+        self.seconds = 0.0
+        self._outputs = outputs
+        self._gradients = gradients
+        self._layers: list[HookedLayer] = []
+        self._handles: list[RemovableHandle] = []
+        self._last: list[tuple[RemovableHandle, Any]] = []
+        self._tensor_handles: list[RemovableHandle] = []
+        self._eager = EagerSteps()
+        self.choose(layers)
+
+    def choose(self, layers: Iterable[Layer]) -> None:
+        """Hook these layers from now on; a layer that was hooked under the same name goes on."""
+        installed = self.installed
+        self.remove()
+        known = {(id(hook.module()), hook.name): hook for hook in self._layers}
+        self._layers = [known.get((id(layer.module), layer.name)) or HookedLayer(layer, self) for layer in layers]
+        if installed:
+            self.install()
+
+    def install(self) -> None:
+        """Put the hooks on the modules."""
+        if self.installed:
+            return
+        self.installed = True
+        for hook in self._layers:
+            module = hook.module()
+            if module is not None:
+                if self._gradients:
+                    self._handles.append(module.register_forward_pre_hook(Entry(hook)))
+                handle = module.register_forward_hook(hook)
+                self._handles.append(handle)
+                self._last.append((handle, module._forward_hooks))
+        self._eager.enter()
+
+    def be_last(self) -> None:
+        """Move our hooks behind those that were put on after them: only the last sees what the caller gets."""
+        for handle, hooks in self._last:
+            if next(reversed(hooks), None) != handle.id and handle.id in hooks:
+                hooks.move_to_end(handle.id)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules; gradients of recorded outputs are still reported."""
+        if not self.installed:
+            return
+        self.installed = False
+        self._eager.leave()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._last.clear()
+
+    def end_step(self) -> None:
+        """Take the hooks off tensors that outlive the step."""
+        for handle in self._tensor_handles:
+            handle.remove()
+        self._tensor_handles.clear()
+
+    def close(self) -> None:
+        """Remove every hook; whatever is still in a graph reports nothing any more."""
+        self.alive = False
+        self.remove()
+        self.end_step()
+        for hook in self._layers:
+            hook.hooks = None
+
+    def forward(self, layer: HookedLayer, module: nn.Module, output: Any) -> None:
+        """Report what a module returned; called by its hook."""
+        if _transforms() is not None:
+            self.sink.note(layer.name, "called under torch.func (vmap, grad, jvp): there are no values to record")
+            return
+        tensors: list[tuple[str, Tensor]]
+        if type(output) is Tensor:
+            tensors = [("", output)]
+        else:
+            tensors = list(flatten(output))
+            if not tensors and output is not None:
+                self.sink.note(layer.name, f"returned a {type(output).__qualname__}, in which no tensor was found")
+        step = self.sink.step_number
+        if _graph_task() != -1:
+            self._recomputation(layer, tensors, step)
+            return
+        call = Call(step, layer.next_call(step), self.sink.micro(layer.root), 0 if module.training else 1)
+        fingerprint = None
+        for path, tensor in tensors:
+            values = recordable(tensor)
+            if isinstance(values, str):
+                self.sink.note(layer.name, f"output: {values}")
+            elif self._outputs:
+                statistics = self.sink.take(layer, "output", path, values, call)
+                fingerprint = fingerprint or statistics
+        if self._gradients:
+            if not torch.is_grad_enabled() and tensors:
+                layer.await_recomputation(call, fingerprint or self._fingerprint(tensors))
+            else:
+                self._watch(layer, tensors, call)
+
+    def _recomputation(self, layer: HookedLayer, tensors: list[tuple[str, Tensor]], step: int) -> None:
+        """Where the first pass ran without grad, the gradients come to the outputs of the second."""
+        if self._gradients and any(tensor.requires_grad for _, tensor in tensors):
+            call = layer.recomputed(step, lambda: self._fingerprint(tensors))
+            if call is not None:
+                self._watch(layer, tensors, call)
+
+    def _fingerprint(self, tensors: list[tuple[str, Tensor]]) -> bytes:
+        for _, tensor in tensors:
+            values = recordable(tensor)
+            if not isinstance(values, str):
+                return self.sink.fingerprint(values)
+        return b""
+
+    def _watch(self, layer: HookedLayer, tensors: list[tuple[str, Tensor]], call: Call) -> None:
+        """Put hooks on outputs, so that their gradients are reported."""
+        for path, tensor in tensors:
+            if not tensor.requires_grad:
+                continue
+            # Reading grad_fn refreshes the history of a stale view; without that, register_hook may crash the process.
+            if tensor.grad_fn is None:
+                self._tensor_handles.append(tensor.register_hook(GradientHook(self, layer, path, call)))
+            elif not tensor._is_view() or not _can_cut(tensor):
+                tensor.register_hook(GradientHook(self, layer, path, call))
+            elif _made_in_call(_base(tensor), layer) and sum(t._base is tensor._base for _, t in tensors) == 1:
+                base = _base(tensor)
+                base.register_hook(GradientHook(self, layer, path, call, _cutter(tensor, base)))
+            else:
+                self._watch_shared_view(layer, path, tensor, call)
+
+    def _watch_shared_view(self, layer: HookedLayer, path: str, tensor: Tensor, call: Call) -> None:
+        """Put a hook on a view and one on its base, for the case that an in-place change unhooks the view."""
+        base = _base(tensor)
+        hook = GradientHook(self, layer, path, call)
+        cut = _cutter(tensor, base)
+        reference, version = weakref.ref(base), base._version
+        seen: set[int] = set()
+
+        def on_view(gradient: Tensor) -> None:
+            seen.add(_graph_task())
+            hook(gradient)
+
+        def on_base(gradient: Tensor) -> None:
+            now = reference()
+            changed = now is None or now._version != version
+            if changed and _graph_task() not in seen:
+                hook(cut(gradient))
+
+        tensor.register_hook(on_view)
+        base.register_hook(on_base)
+
+
+def flatten(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of nested dicts, sequences and dataclasses with their paths, such as "1.0" or "logits".
+
+    Other objects are left alone: to look inside could consume an iterator or never end.
+    """
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if value is None or depth == _MAX_DEPTH:
+        return
+    items: Iterable[tuple[Any, Any]]
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+    else:
+        return
+    for key, item in items:
+        yield from flatten(item, f"{path}.{key}" if path else str(key), depth + 1)
+
+
+def recordable(tensor: Tensor) -> Tensor | str:
+    """Return the plain strided tensor that holds a tensor's values, or why there is none."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        if isinstance(tensor, FakeTensor):
+            return "a fake tensor, which has no values"
+        if hasattr(tensor, "to_local"):
+            with torch.no_grad():
+                tensor = tensor.to_local()  # the local shard of a DTensor
+        elif is_traceable_wrapper_subclass(tensor):
+            return f"a {type(tensor).__qualname__}, whose values are inside of it"
+        elif tensor.layout is torch.strided:
+            tensor = tensor.as_subclass(Tensor)
+    if tensor.dtype not in DTYPE_NAMES:
+        return f"dtype {str(tensor.dtype).removeprefix('torch.')} cannot be stored"
+    if tensor.is_nested:
+        return "a nested tensor cannot be stored"
+    if tensor.layout is not torch.strided:
+        return f"layout {str(tensor.layout).removeprefix('torch.')} cannot be stored"
+    if tensor.is_meta:
+        return "a meta tensor, which has no values"
+    return tensor
+
+
+def _base(view: Tensor) -> Tensor:
+    base = view._base
+    assert base is not None
+    return base
+
+
+def _made_in_call(base: Tensor, layer: HookedLayer) -> bool:
+    """Whether the history of a base was made in this call of the layer, so that nobody else knows it yet."""
+    thread, entered = layer.entered
+    node = base.grad_fn
+    return node is not None and thread == _thread() and node._sequence_nr() >= entered
+
+
+def _can_cut(view: Tensor) -> bool:
+    """Whether a view's gradient can be cut out of that of its base."""
+    base = _base(view)
+    return (
+        base.grad_fn is not None
+        and base.dtype == view.dtype
+        and view.layout is torch.strided
+        and not (view.is_nested or view.is_conj() or view.is_neg() or base.is_conj() or base.is_neg())
+    )
+
+
+def _cutter(view: Tensor, base: Tensor) -> Cut:
+    """Return a function that cuts the gradient of a view out of the gradient of its base."""
+    size = view.size()
+    if view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous():
+        return lambda gradient: gradient.detach().reshape(size)
+    stride, offset = view.stride(), view.storage_offset() - base.storage_offset()
+    base_size, base_stride = base.size(), base.stride()
+
+    def cut(gradient: Tensor) -> Tensor:
+        with torch.no_grad():
+            gradient = gradient.detach()
+            if gradient.stride() != base_stride:
+                like_base = torch.empty_strided(base_size, base_stride, dtype=gradient.dtype, device=gradient.device)
+                gradient = like_base.copy_(gradient)
+            return gradient.as_strided(size, stride, offset + gradient.storage_offset())
+
+    return cut

@@ -1,0 +1,159 @@
+"""Which modules of a model are recorded, and under which names.
+
+A layer is a module by its qualified name. Wrappers (DistributedDataParallel, torch.compile, FSDP, checkpointing) put prefixes
+into names that the user never wrote; they are taken out, so that traces of a wrapped and of a bare model have the same layers.
+
+A leaf module has no children. Some modules are leaves in effect, since their children are never called as modules: attention
+uses its `out_proj` as a bag of parameters, and a parametrized layer has its parametrizations as children.
+"""
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.utils.parametrize
+from torch import nn
+
+from hookrec.errors import AttachError
+
+_WRAPPED = frozenset(("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+_WRAPPER_PACKAGES = ("torch.", "lightning", "pytorch_lightning", "accelerate", "deepspeed")
+_LEAVES_IN_EFFECT = (nn.MultiheadAttention,)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module object of a model."""
+
+    name: str
+    module: nn.Module
+    root: int
+    leaf: bool
+    why_not: str | None = None
+    aliases: list[str] = field(default_factory=list)
+
+
+def layers_of(models: Mapping[str, nn.Module]) -> list[Layer]:
+    """Return the modules of all models, each once, in the order of `named_modules()`.
+
+    Args:
+        models: by name; the name is put before the names of the layers. The only model may have the name "".
+    """
+    found: dict[int, Layer] = {}
+    taken: set[str] = set()
+    for root, (prefix, model) in enumerate(models.items()):
+        names = {"": prefix}
+        modules: dict[str, nn.Module] = {}
+        reasons: dict[str, str | None] = {}
+        for qualified, module in model.named_modules(remove_duplicate=False):
+            modules[qualified] = module
+            reason = None
+            if qualified:
+                parent, _, attribute = qualified.rpartition(".")
+                above = names[parent]
+                names[qualified] = (
+                    above if _wraps(modules[parent], attribute) else f"{above}.{attribute}" if above else attribute
+                )
+                reason = reasons[parent] or _why_not_called(modules[parent], attribute, above)
+            reasons[qualified] = reason
+            name = names[qualified]
+            if (known := found.get(id(module))) is not None:
+                if name != known.name and name not in known.aliases:
+                    known.aliases.append(name)
+                continue
+            if any(_wraps(module, attribute) for attribute, _ in module.named_children()):
+                # A wrapper has the name of what it wraps, and is no layer of its own.
+                found[id(module)] = Layer(name, module, root, leaf=False, why_not="a wrapper: what it wraps is recorded")
+                continue
+            if name in taken:
+                name = f"{prefix}.{qualified}" if prefix else qualified
+            taken.add(name)
+            found[id(module)] = Layer(name, module, root, leaf=reason is None and _is_leaf(module), why_not=reason)
+    return list(found.values())
+
+
+def choose(layers: list[Layer], globs: tuple[str, ...], *, containers: bool) -> list[Layer]:
+    """Return the layers to record.
+
+    Raises:
+        AttachError: a glob matches nothing, or there is nothing to match.
+    """
+    candidates = [layer for layer in layers if layer.why_not is None and (containers or layer.leaf)]
+    if not candidates:
+        raise AttachError(
+            "The model has no leaf module that could be recorded. "
+            "Pass containers=True to record the module itself, or check what was passed as the model."
+        )
+    chosen = set()
+    for glob in globs:
+        matched = [
+            id(layer) for layer in candidates if any(fnmatch.fnmatchcase(n, glob) for n in (layer.name, *layer.aliases))
+        ]
+        if not matched:
+            raise AttachError(_no_match(glob, layers, candidates, containers=containers))
+        chosen.update(matched)
+    return [layer for layer in candidates if id(layer) in chosen]
+
+
+def _no_match(glob: str, layers: list[Layer], candidates: list[Layer], *, containers: bool) -> str:
+    if not containers and any(fnmatch.fnmatchcase(layer.name, glob) for layer in layers if layer.why_not is None):
+        return f"layers={glob!r} matches containers only, no leaf module. Pass containers=True to record those."
+    for layer in layers:
+        if layer.why_not is not None and fnmatch.fnmatchcase(layer.name, glob):
+            return f"layers={glob!r} matches {layer.name!r}, which cannot be recorded: {layer.why_not}."
+    names = [layer.name for layer in candidates]
+    near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or names[:3]
+    what = "modules" if containers else "leaf modules"
+    return f"layers={glob!r} matches none of the {len(names)} {what}; there are, for example, {', '.join(map(repr, near))}."
+
+
+def describe(layers: list[Layer], recorded: list[Layer]) -> dict[str, Any]:
+    """Return the model as `model.json` has it."""
+    hooked = {id(layer) for layer in recorded}
+    modules = []
+    for layer in layers:
+        module: dict[str, Any] = {
+            "name": layer.name,
+            "class": f"{type(layer.module).__module__}.{type(layer.module).__qualname__}",
+            "leaf": layer.leaf,
+            "recorded": id(layer) in hooked,
+            "parameters": [_parameter(name, p) for name, p in layer.module.named_parameters(recurse=False)],
+            "aliases": layer.aliases,
+        }
+        if id(layer) not in hooked and (layer.leaf or layer.why_not):
+            module["why"] = layer.why_not or "not chosen by layers="
+        modules.append(module)
+    return {"modules": modules}
+
+
+def _parameter(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+    # The shape of a lazy parameter raises until the first forward.
+    shape = None if nn.parameter.is_lazy(parameter) else list(parameter.shape)
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return {"name": name, "shape": shape, "dtype": dtype, "requires_grad": parameter.requires_grad}
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return isinstance(module, _LEAVES_IN_EFFECT) or all(_why_not_called(module, name, "") for name, _ in module.named_children())
+
+
+def _why_not_called(parent: nn.Module, attribute: str, name: str) -> str | None:
+    """Why a child is no layer: its parent never calls it as a module, or hooks do not run on it."""
+    if isinstance(parent, torch.jit.ScriptModule):
+        return f"inside {name or 'the root'!r}, which is TorchScript: hooks do not run there"
+    if isinstance(parent, _LEAVES_IN_EFFECT):
+        return f"its weights are used by {name or 'the root'!r} without calling it"
+    if attribute == "parametrizations" and torch.nn.utils.parametrize.is_parametrized(parent):
+        return f"computes parameters of {name or 'the root'!r}, no activations"
+    return None
+
+
+def _wraps(parent: nn.Module, attribute: str) -> bool:
+    """Whether `parent` only wraps its child `attribute`, whose name it should not change."""
+    if attribute != "module":
+        return attribute in _WRAPPED
+    # "module" is a word that users take too.
+    return type(parent).__module__.startswith(_WRAPPER_PACKAGES) and len(list(parent.children())) == 1

@@ -1,0 +1,421 @@
+/* Copies a tensor and computes its statistics in one pass over memory.
+ *
+ * In plain torch the eleven statistics take about ten passes and ten calls; a training that is recorded at
+ * every step pays for each. Here a block of 4 KiB is copied, and while it is in the first cache, counted, then summed in
+ * double precision about a shift, so that a small spread about a large mean is not lost.
+ *
+ * Three versions of the same loop are compiled on x86-64, for AVX2, for AVX-512 and for any processor; which one runs is asked once.
+ * Sums run in a fixed number of lanes in a fixed order: the same input gives the same output.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#define AVX2 __attribute__((target("avx2,fma,f16c")))
+#define AVX512 __attribute__((target("avx512f")))
+#endif
+
+struct statistics {
+    int64_t numel, n_nan, n_posinf, n_neginf, n_zero;
+    double min, max, absmax, mean, std, l2;
+};
+
+enum {
+    FLOAT32, FLOAT64, FLOAT16, BFLOAT16, INT8, INT16, INT32, INT64, UINT8, BOOL, UINT16, UINT32, UINT64,
+    FLOAT8_E4M3FN, FLOAT8_E5M2, FLOAT8_E4M3FNUZ, FLOAT8_E5M2FNUZ
+};
+
+#define BLOCK 1024
+#define LANES 32
+/* How far ahead of the sums the next block is fetched. */
+#define AHEAD 4096
+/* Past this size the destination goes round the cache, which the model needs for itself. */
+#define STREAMING_BYTES (256 * 1024)
+
+/* What is summed: deviations from `shift`, the first finite value. */
+struct sums {
+    int64_t n_nan, n_posinf, n_neginf, n_zero;
+    double shift, min, max, sum[LANES], square[LANES];
+    int has_shift;
+};
+
+static const int SIZES[] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 1, 2, 4, 8, 1, 1, 1, 1};
+
+/* --- values that are not finite, or a block that is not full: one at a time ------------------------ */
+
+static void add_one_by_one(const double *values, int count, struct sums *s) {
+    for (int i = 0; i < count; i++) {
+        double x = values[i];
+        if (isnan(x)) { s->n_nan++; continue; }
+        if (isinf(x)) { if (x > 0) s->n_posinf++; else s->n_neginf++; continue; }
+        if (!s->has_shift) { s->has_shift = 1; s->shift = x; }
+        s->n_zero += x == 0;
+        if (x < s->min) s->min = x;
+        if (x > s->max) s->max = x;
+        double d = x - s->shift;
+        s->sum[i % LANES] += d;
+        s->square[i % LANES] += d * d;
+    }
+}
+
+static float float8(uint8_t byte, int exponent_bits, int bias, int fnuz) {
+    int mantissa_bits = 7 - exponent_bits;
+    int exponent = (byte >> mantissa_bits) & ((1 << exponent_bits) - 1), mantissa = byte & ((1 << mantissa_bits) - 1);
+    int top = (1 << exponent_bits) - 1, last = (1 << mantissa_bits) - 1;
+    float sign = byte & 0x80 ? -1.0f : 1.0f;
+    if (fnuz) {
+        if (byte == 0x80) return NAN;
+    } else if (exponent_bits == 5) {
+        if (exponent == top) return mantissa ? NAN : sign * INFINITY;
+    } else if (exponent == top && mantissa == last) return NAN;
+    float fraction = ldexpf((float)mantissa, -mantissa_bits);
+    return sign * (exponent ? ldexpf(1.0f + fraction, exponent - bias) : ldexpf(fraction, 1 - bias));
+}
+
+static float half(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = (h >> 10) & 31, mantissa = h & 0x3ff, bits;
+    if (exponent == 31) bits = sign | 0x7f800000 | mantissa << 13;
+    else if (exponent) bits = sign | (exponent + 112) << 23 | mantissa << 13;
+    else {
+        float f = (float)mantissa * 0x1p-24f;
+        return sign ? -f : f;
+    }
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+
+/* --- blocks: the part that is compiled twice -------------------------------------------------------- */
+
+/* Takes a whole block of BLOCK floats; returns 0, and has added nothing, if one of them is not finite: finiteness and the largest
+ * magnitude are the largest bits without the sign, so they cost one integer maximum. No branch in the loop and LANES
+ * accumulators, so that a compiler makes vector code without being allowed to reorder sums. */
+static int add_floats_any(const float *x, struct sums *s) {
+    uint32_t top[LANES] = {0}, zero[LANES] = {0}, most = 0;
+    float low[LANES], high[LANES];
+    double sum[LANES], square[LANES], shift = s->shift;
+    memcpy(low, x, sizeof low);
+    memcpy(high, x, sizeof high);
+    memcpy(sum, s->sum, sizeof sum);
+    memcpy(square, s->square, sizeof square);
+    for (int i = 0; i < BLOCK; i += LANES)
+        for (int k = 0; k < LANES; k++) {
+            float value = x[i + k];
+            double d = (double)value - shift;
+            uint32_t bits;
+            memcpy(&bits, x + i + k, 4);
+            bits &= 0x7fffffff;
+            top[k] = bits > top[k] ? bits : top[k];
+            zero[k] += bits == 0;
+            low[k] = value < low[k] ? value : low[k];
+            high[k] = value > high[k] ? value : high[k];
+            sum[k] += d;
+            square[k] += d * d;
+        }
+    for (int k = 0; k < LANES; k++) most = top[k] > most ? top[k] : most;
+    if (most >= 0x7f800000) return 0;
+    memcpy(s->sum, sum, sizeof sum);
+    memcpy(s->square, square, sizeof square);
+    for (int k = 0; k < LANES; k++) {
+        s->n_zero += zero[k];
+        s->min = low[k] < s->min ? low[k] : s->min;
+        s->max = high[k] > s->max ? high[k] : s->max;
+    }
+    return 1;
+}
+
+static void bfloat16_block_any(const uint16_t *from, float *to) {
+    for (int i = 0; i < BLOCK; i++) {
+        uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(to + i, &bits, 4);
+    }
+}
+
+static void half_block_any(const uint16_t *from, float *to) {
+    for (int i = 0; i < BLOCK; i++) to[i] = half(from[i]);
+}
+static void copy_any(char *to, const char *from, size_t bytes, int streaming) {
+    (void)streaming;
+    memcpy(to, from, bytes);
+}
+
+#if defined(__x86_64__)
+/* The same loop by hand: compilers do not vectorise it well. */
+AVX2 static int add_floats_avx2(const float *x, struct sums *s) {
+    const __m256d shift = _mm256_set1_pd(s->shift);
+    const __m256i sign_off = _mm256_set1_epi32(0x7fffffff), none = _mm256_setzero_si256();
+    __m256i top = none, zeros = none;
+    __m256 low = _mm256_loadu_ps(x), high = low;
+    __m256d sum[4], square[4];
+    for (int k = 0; k < 4; k++) {
+        sum[k] = _mm256_loadu_pd(s->sum + 4 * k);
+        square[k] = _mm256_loadu_pd(s->square + 4 * k);
+    }
+    for (int i = 0; i < BLOCK; i += 16) {
+        __m256 a = _mm256_loadu_ps(x + i), b = _mm256_loadu_ps(x + i + 8);
+        __m256i abs_a = _mm256_and_si256(_mm256_castps_si256(a), sign_off);
+        __m256i abs_b = _mm256_and_si256(_mm256_castps_si256(b), sign_off);
+        _mm_prefetch((const char *)(x + i) + AHEAD, _MM_HINT_T0);
+        top = _mm256_max_epu32(top, _mm256_max_epu32(abs_a, abs_b));
+        zeros = _mm256_sub_epi32(zeros, _mm256_cmpeq_epi32(abs_a, none));
+        zeros = _mm256_sub_epi32(zeros, _mm256_cmpeq_epi32(abs_b, none));
+        low = _mm256_min_ps(low, _mm256_min_ps(a, b));
+        high = _mm256_max_ps(high, _mm256_max_ps(a, b));
+        for (int k = 0; k < 4; k++) {
+            __m256d d = _mm256_sub_pd(_mm256_cvtps_pd(_mm_loadu_ps(x + i + 4 * k)), shift);
+            sum[k] = _mm256_add_pd(sum[k], d);
+            square[k] = _mm256_fmadd_pd(d, d, square[k]);
+        }
+    }
+    uint32_t tops[8], counts[8], most = 0;
+    float lows[8], highs[8];
+    _mm256_storeu_si256((__m256i *)tops, top);
+    for (int k = 0; k < 8; k++) most = tops[k] > most ? tops[k] : most;
+    if (most >= 0x7f800000) return 0;
+    _mm256_storeu_si256((__m256i *)counts, zeros);
+    _mm256_storeu_ps(lows, low);
+    _mm256_storeu_ps(highs, high);
+    for (int k = 0; k < 4; k++) {
+        _mm256_storeu_pd(s->sum + 4 * k, sum[k]);
+        _mm256_storeu_pd(s->square + 4 * k, square[k]);
+    }
+    for (int k = 0; k < 8; k++) {
+        s->n_zero += counts[k];
+        s->min = lows[k] < s->min ? lows[k] : s->min;
+        s->max = highs[k] > s->max ? highs[k] : s->max;
+    }
+    return 1;
+}
+
+AVX512 static int add_floats_avx512(const float *x, struct sums *s) {
+    const __m512d shift = _mm512_set1_pd(s->shift);
+    const __m512i sign_off = _mm512_set1_epi32(0x7fffffff), none = _mm512_setzero_si512(), one = _mm512_set1_epi32(1);
+    __m512i top = none, zeros = none;
+    __m512 low = _mm512_loadu_ps(x), high = low;
+    __m512d sum[4], square[4];
+    for (int k = 0; k < 4; k++) {
+        sum[k] = _mm512_loadu_pd(s->sum + 8 * k);
+        square[k] = _mm512_loadu_pd(s->square + 8 * k);
+    }
+    for (int i = 0; i < BLOCK; i += 32) {
+        for (int j = 0; j < 2; j++) {
+            __m512 a = _mm512_loadu_ps(x + i + 16 * j);
+            __m512i abs_a = _mm512_and_si512(_mm512_castps_si512(a), sign_off);
+            _mm_prefetch((const char *)(x + i + 16 * j) + AHEAD, _MM_HINT_T0);
+            top = _mm512_max_epu32(top, abs_a);
+            zeros = _mm512_mask_add_epi32(zeros, _mm512_cmpeq_epi32_mask(abs_a, none), zeros, one);
+            low = _mm512_min_ps(low, a);
+            high = _mm512_max_ps(high, a);
+        }
+        for (int k = 0; k < 4; k++) {
+            __m512d d = _mm512_sub_pd(_mm512_cvtps_pd(_mm256_loadu_ps(x + i + 8 * k)), shift);
+            sum[k] = _mm512_add_pd(sum[k], d);
+            square[k] = _mm512_fmadd_pd(d, d, square[k]);
+        }
+    }
+    if (_mm512_reduce_max_epu32(top) >= 0x7f800000) return 0;
+    for (int k = 0; k < 4; k++) {
+        _mm512_storeu_pd(s->sum + 8 * k, sum[k]);
+        _mm512_storeu_pd(s->square + 8 * k, square[k]);
+    }
+    float least = _mm512_reduce_min_ps(low), greatest = _mm512_reduce_max_ps(high);
+    s->n_zero += _mm512_reduce_add_epi32(zeros);
+    s->min = least < s->min ? least : s->min;
+    s->max = greatest > s->max ? greatest : s->max;
+    return 1;
+}
+
+AVX2 static void bfloat16_block_avx2(const uint16_t *from, float *to) {
+    for (int i = 0; i < BLOCK; i += 8) {
+        __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from + i)));
+        _mm256_storeu_si256((__m256i *)(to + i), _mm256_slli_epi32(wide, 16));
+    }
+}
+
+AVX2 static void half_block_avx2(const uint16_t *from, float *to) {
+    for (int i = 0; i < BLOCK; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+}
+
+AVX2 static void copy_avx2(char *to, const char *from, size_t bytes, int streaming) {
+    if (!streaming || ((uintptr_t)to & 31)) {
+        memcpy(to, from, bytes);
+        return;
+    }
+    size_t i = 0;
+    for (; i + 128 <= bytes; i += 128) {
+        __m256i a = _mm256_loadu_si256((const __m256i *)(from + i));
+        __m256i b = _mm256_loadu_si256((const __m256i *)(from + i + 32));
+        __m256i c = _mm256_loadu_si256((const __m256i *)(from + i + 64));
+        __m256i d = _mm256_loadu_si256((const __m256i *)(from + i + 96));
+        _mm256_stream_si256((__m256i *)(to + i), a);
+        _mm256_stream_si256((__m256i *)(to + i + 32), b);
+        _mm256_stream_si256((__m256i *)(to + i + 64), c);
+        _mm256_stream_si256((__m256i *)(to + i + 96), d);
+    }
+    memcpy(to + i, from + i, bytes - i);
+}
+#endif
+
+struct functions {
+    int (*add_floats)(const float *, struct sums *);
+    void (*bfloat16_block)(const uint16_t *, float *);
+    void (*half_block)(const uint16_t *, float *);
+    void (*copy)(char *, const char *, size_t, int);
+};
+
+static const struct functions ANY = {add_floats_any, bfloat16_block_any, half_block_any, copy_any};
+#if defined(__x86_64__)
+static const struct functions FOR_AVX2 = {add_floats_avx2, bfloat16_block_avx2, half_block_avx2, copy_avx2};
+static const struct functions FOR_AVX512 = {add_floats_avx512, bfloat16_block_avx2, half_block_avx2, copy_avx2};
+#endif
+
+static const struct functions *functions_of_processor(void) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("f16c")) return &FOR_AVX512;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return &FOR_AVX2;
+#endif
+    return &ANY;
+}
+
+/* --- from a dtype to floats or doubles --------------------------------------------------------------- */
+
+static void to_doubles(const char *from, int count, int dtype, double *to) {
+#define CASE(DTYPE, TYPE)                                   \
+    case DTYPE:                                             \
+        for (int i = 0; i < count; i++) {                   \
+            TYPE value;                                     \
+            memcpy(&value, from + i * sizeof value, sizeof value); \
+            to[i] = (double)value;                          \
+        }                                                   \
+        return;
+    switch (dtype) {
+        CASE(FLOAT32, float)
+        CASE(FLOAT64, double)
+        CASE(INT8, int8_t)
+        CASE(INT16, int16_t)
+        CASE(INT32, int32_t)
+        CASE(INT64, int64_t)
+        CASE(UINT8, uint8_t)
+        CASE(UINT16, uint16_t)
+        CASE(UINT32, uint32_t)
+        CASE(UINT64, uint64_t)
+    }
+#undef CASE
+    for (int i = 0; i < count; i++) {
+        uint16_t two;
+        uint32_t bits;
+        float value;
+        uint8_t byte = (uint8_t)from[i];
+        switch (dtype) {
+            case FLOAT16: memcpy(&two, from + 2 * i, 2); to[i] = half(two); break;
+            case BFLOAT16:
+                memcpy(&two, from + 2 * i, 2);
+                bits = (uint32_t)two << 16;
+                memcpy(&value, &bits, 4);
+                to[i] = value;
+                break;
+            case BOOL: to[i] = byte != 0; break;
+            case FLOAT8_E4M3FN: to[i] = float8(byte, 4, 7, 0); break;
+            case FLOAT8_E5M2: to[i] = float8(byte, 5, 15, 0); break;
+            case FLOAT8_E4M3FNUZ: to[i] = float8(byte, 4, 8, 1); break;
+            default: to[i] = float8(byte, 5, 16, 1);
+        }
+    }
+}
+
+static void add_block(const char *from, int count, int dtype, const struct functions *f, struct sums *s) {
+    float floats[BLOCK];
+    double doubles[BLOCK];
+    const float *x = floats;
+    int whole = count == BLOCK;
+    if (whole && (dtype == FLOAT32 || dtype == BFLOAT16 || dtype == FLOAT16)) {
+        if (dtype == FLOAT32) {
+            if ((uintptr_t)from % 4) memcpy(floats, from, sizeof floats);
+            else x = (const float *)from;
+        } else if (dtype == BFLOAT16) f->bfloat16_block((const uint16_t *)from, floats);
+        else f->half_block((const uint16_t *)from, floats);
+        if (!s->has_shift && isfinite(x[0])) { s->has_shift = 1; s->shift = x[0]; }
+        if (s->has_shift && f->add_floats(x, s)) return;
+    }
+    to_doubles(from, count, dtype, doubles);
+    add_one_by_one(doubles, count, s);
+}
+
+/* Squares of float64 values may overflow where the values do not: once more, in units of the largest. */
+static void scaled(const char *source, int64_t numel, int dtype, double absmax, struct statistics *out) {
+    double block[BLOCK], mean = 0, square = 0, spread = 0;
+    int size = SIZES[dtype];
+    int64_t finite = out->numel - out->n_nan - out->n_posinf - out->n_neginf;
+    for (int pass = 0; pass < 2; pass++) {
+        for (int64_t i = 0; i < numel; i += BLOCK) {
+            int count = (int)(numel - i < BLOCK ? numel - i : BLOCK);
+            to_doubles(source + i * size, count, dtype, block);
+            for (int k = 0; k < count; k++) {
+                if (!isfinite(block[k])) continue;
+                double x = block[k] / absmax;
+                if (pass == 0) { mean += x / (double)finite; square += x * x; }
+                else spread += (x - mean) * (x - mean);
+            }
+        }
+    }
+    out->mean = mean * absmax;
+    out->std = sqrt(spread / (double)finite) * absmax;
+    out->l2 = sqrt(square) * absmax;
+}
+
+/* Copy `numel` elements and describe them. `destination` or `out` may be null. */
+void hookrec_capture(const void *source, void *destination, int64_t numel, int32_t dtype, struct statistics *out) {
+    const struct functions *f = functions_of_processor();
+    struct sums s;
+    memset(&s, 0, sizeof s);
+    s.min = INFINITY;
+    s.max = -INFINITY;
+    const char *from = source;
+    char *to = destination;
+    int size = SIZES[dtype];
+    int streaming = numel * size >= STREAMING_BYTES;
+    for (int64_t i = 0; i < numel; i += BLOCK) {
+        int count = (int)(numel - i < BLOCK ? numel - i : BLOCK);
+        size_t bytes = (size_t)count * (size_t)size;
+        if (to != NULL) {
+            f->copy(to, from, bytes, streaming);
+            to += bytes;
+        }
+        if (out != NULL) add_block(from, count, dtype, f, &s);
+        from += bytes;
+    }
+#if defined(__x86_64__)
+    if (destination != NULL && streaming) _mm_sfence();
+#endif
+    if (out == NULL) return;
+    out->numel = numel;
+    out->n_nan = s.n_nan;
+    out->n_posinf = s.n_posinf;
+    out->n_neginf = s.n_neginf;
+    out->n_zero = s.n_zero;
+    int64_t finite = numel - s.n_nan - s.n_posinf - s.n_neginf;
+    if (finite == 0) {
+        out->min = out->max = out->absmax = out->mean = out->std = NAN;
+        out->l2 = 0;
+        return;
+    }
+    double n = (double)finite, sum = 0, square = 0;
+    for (int k = 0; k < LANES; k++) {
+        sum += s.sum[k];
+        square += s.square[k];
+    }
+    double mean = sum / n, variance = square / n - mean * mean;
+    out->min = s.min;
+    out->max = s.max;
+    out->absmax = fmax(fabs(s.min), fabs(s.max));
+    out->mean = s.shift + mean;
+    out->std = sqrt(variance > 0 ? variance : 0);
+    /* The sum of x^2, from that of (x - shift)^2. */
+    out->l2 = sqrt(square + s.shift * (2 * sum + n * s.shift));
+    if (dtype == FLOAT64 && (!isfinite(out->l2) || !isfinite(out->std) || !isfinite(out->mean) || out->absmax < 1e-140))
+        if (out->absmax > 0) scaled(source, numel, dtype, out->absmax, out);
+}

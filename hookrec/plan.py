@@ -1,0 +1,111 @@
+"""What to record: one frozen value, checked once, printed into the trace."""
+
+import dataclasses
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from hookrec.errors import AttachError
+
+KINDS = ("output", "grad_output")
+STORES = ("zarr",)
+WHEN_FULL = ("block", "skip")
+CLOCKS = ("optimizer", "forward", "manual")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to record, and within which limits.
+
+    Attributes:
+        layers: globs over qualified layer names.
+        containers: whether the globs choose among all modules, not leaf modules alone.
+        kinds: what to record of each layer.
+        every: steps 0, `every`, 2 × `every`, … are recorded.
+        tensors: whether tensors are kept, or their statistics alone.
+        store: layout on the disk.
+        ring_bytes: shared memory between the training and the writer.
+        when_full: wait for the writer when the ring is full ("block"), or drop the tensors of the step ("skip").
+        clock: what ends a step; "given" stands for an optimizer that was passed.
+        max_bytes: bytes of tensors past which only statistics are recorded.
+        keep_free: share of the file system that is left free, likewise.
+    """
+
+    layers: tuple[str, ...] = ("*",)
+    containers: bool = False
+    kinds: tuple[str, ...] = KINDS
+    every: int = 1
+    tensors: bool = True
+    store: str = "zarr"
+    ring_bytes: int = 512 * 10**6
+    when_full: str = "block"
+    clock: str = "optimizer"
+    max_bytes: int = 50 * 10**9
+    keep_free: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise AttachError("layers is empty; '*' takes all.")
+        if not self.kinds:
+            raise AttachError(f"kinds is empty; there are {', '.join(KINDS)}.")
+        for kind in self.kinds:
+            _one_of("kind", kind, KINDS)
+        _one_of("store", self.store, STORES)
+        _one_of("when_full", self.when_full, WHEN_FULL)
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise AttachError(f"every is {self.every!r}; it takes a whole number of steps from 1.")
+        if not 0 <= self.keep_free < 1:
+            raise AttachError(f"keep_free is {self.keep_free!r}; it is a share of the file system, from 0 up to 1.")
+
+    def samples(self, step: int) -> bool:
+        """Whether the step is recorded."""
+        return step % self.every == 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as `trace.json` has it."""
+        return dataclasses.asdict(self)
+
+
+def parse_bytes(size: str | int) -> int:
+    """Return a size such as "512MB", "1.5 GiB" or 1000000 in bytes.
+
+    Raises:
+        AttachError: it is no size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool):
+        number, unit = float(size), ""
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([KMGT]?I?B?)\s*", str(size).upper())
+        if match is None:
+            raise AttachError(f"{size!r} is no size; write bytes as a number, or like '512MB' or '1GiB'.")
+        number, unit = float(match[1]), match[2]
+        unit = unit if not unit or unit.endswith("B") else unit + "B"
+    if unit not in _UNITS or number <= 0:
+        raise AttachError(f"{size!r} is no size; write bytes as a number, or like '512MB' or '1GiB'.")
+    return int(number * _UNITS[unit])
+
+
+def as_tuple(what: str, names: str | Iterable[str]) -> tuple[str, ...]:
+    """Return one name or several as a tuple, without repetition.
+
+    Raises:
+        AttachError: they are no strings.
+    """
+    if isinstance(names, str):
+        return (names,)
+    try:
+        several = tuple(dict.fromkeys(names))
+    except TypeError:
+        several = (None,)  # type: ignore[assignment]
+    if not all(isinstance(name, str) for name in several):
+        raise AttachError(f"{what} is {names!r}; it takes a string or several.")
+    return several
+
+
+def _one_of(what: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise AttachError(f"There is no {what} {value!r}; there are {', '.join(repr(choice) for choice in choices)}.")

@@ -1,0 +1,249 @@
+"""What a user calls: `attach`, and the recorder that it returns."""
+
+import atexit
+import contextlib
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hookrec.clock import check as check_clock
+from hookrec.errors import AttachError, DetachedError
+from hookrec.layers import choose, describe, layers_of
+from hookrec.plan import Plan, as_tuple, parse_bytes
+from hookrec.recording import Recording, is_recorded
+from hookrec.writer_process import WriterProcess
+
+
+def attach(
+    model: nn.Module | Mapping[str, nn.Module],
+    path: str | os.PathLike[str],
+    *,
+    layers: str | Iterable[str] = "*",
+    containers: bool = False,
+    kinds: str | Iterable[str] = ("output", "grad_output"),
+    every: int = 1,
+    tensors: bool = True,
+    store: str = "zarr",
+    ring: str | int = "512MB",
+    when_full: str = "block",
+    clock: str | Optimizer = "optimizer",
+    max_bytes: str | int = "50GB",
+    keep_free: float = 0.1,
+) -> "Recorder":
+    """Record what flows through the layers of a model.
+
+    Recording begins at once, with step 0, and ends with `detach()`, at the end of a `with` block, or when the process
+    ends. The training is not changed: losses and parameters are bit for bit what they are without a recorder.
+
+    Args:
+        model: a model, or several by name; the name is put before the names of their layers.
+        path: the directory of the trace, which must not exist or be empty.
+        layers: glob or globs over qualified names, of leaf modules.
+        containers: choose among all modules, the root (`""`) included.
+        kinds: "output" (what a layer returned) and "grad_output" (the gradient of the loss with respect to it).
+        every: record steps 0, `every`, 2 × `every`, …; between them the hooks are gone.
+        tensors: keep the tensors; else their statistics alone.
+        store: layout of the tensors on the disk; "zarr".
+        ring: shared memory between the training and the writer process, in bytes or as "512MB".
+        when_full: what to do when the disk is slower than the training: "block" waits, "skip" drops the tensors of the
+            step and keeps their statistics.
+        clock: what ends a step: "optimizer" (the first that steps and holds parameters of the model), an optimizer,
+            "forward" (a forward pass of the model begins a step) or "manual" (`step()`).
+        max_bytes: bytes of tensors past which only statistics are recorded.
+        keep_free: share of the file system to leave free, likewise.
+
+    Returns:
+        The recorder, which is a context manager.
+
+    Raises:
+        AttachError: the model, the path or an argument will not do. Nothing was changed.
+    """
+    plan = Plan(
+        layers=as_tuple("layers", layers),
+        containers=containers,
+        kinds=as_tuple("kinds", kinds),
+        every=every,
+        tensors=tensors,
+        store=store,
+        ring_bytes=parse_bytes(ring),
+        when_full=when_full,
+        clock=clock if isinstance(clock, str) else "given",
+        max_bytes=parse_bytes(max_bytes),
+        keep_free=keep_free,
+    )
+    return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
+
+
+class Recorder:
+    """A recording, as its user sees it. Made by `attach`.
+
+    Attributes:
+        path: the directory of the trace.
+    """
+
+    def __init__(self, models: Mapping[str, nn.Module], path: Path, plan: Plan, clock: str | Optimizer) -> None:
+        check_clock(clock)
+        for name, model in models.items():
+            if is_recorded(model):
+                which = f"The model {name!r}" if name else "The model"
+                raise AttachError(f"{which} is being recorded already. Call detach() of that recorder first.")
+        layers = layers_of(models)
+        chosen = choose(layers, plan.layers, containers=plan.containers)
+        self.path = path
+        with contextlib.ExitStack() as stack:
+            rank_directory = _make_directories(path, stack)
+            config = {
+                "directory": str(rank_directory),
+                "pid": os.getpid(),
+                "plan": plan.as_json(),
+                "model": describe(layers, chosen),
+                "trace": _identity() if rank_directory.name == "rank-00000" else None,
+            }
+            writer = WriterProcess(config, plan.ring_bytes)
+            stack.pop_all()
+        try:
+            self._recording = Recording(models, chosen, plan, clock, writer)
+        except BaseException:
+            writer.wait()
+            raise
+        self._waited = False
+        self._at_exit = _AtExit(self)
+        atexit.register(self._at_exit)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._detach(error)
+
+    def step(self) -> None:
+        """End the step that is under way. From the first call on nothing else ends a step.
+
+        Raises:
+            DetachedError: the recorder was detached.
+        """
+        self._check_attached("step")
+        self._recording.step()
+
+    def log(self, **values: float | Tensor) -> None:
+        """Record numbers with the step that is under way.
+
+        Args:
+            values: numbers, or tensors of one element, by name, such as `loss=loss`.
+
+        Raises:
+            DetachedError: the recorder was detached.
+            TypeError: a value is no number.
+        """
+        self._check_attached("log")
+        for name, value in values.items():
+            try:
+                number = float(value.detach() if isinstance(value, Tensor) else value)
+            except (TypeError, ValueError, RuntimeError):
+                raise TypeError(f"log({name}=…) takes a number or a tensor of one element, not {value!r:.80}") from None
+            self._recording.log(name, number)
+
+    def detach(self) -> None:
+        """Stop recording, write what is under way, seal the trace, and leave the model as it was. May be repeated."""
+        self._detach(None)
+
+    def _detach(self, error: BaseException | None) -> None:
+        atexit.unregister(self._at_exit)
+        if error is None:
+            self._recording.end("detached", None)
+        else:
+            self._recording.end("exception", f"{type(error).__name__}: {error}")
+        if not self._waited:
+            self._recording.wait()
+            self._waited = True
+
+    def _check_attached(self, what: str) -> None:
+        if self._waited:
+            raise DetachedError(
+                f"{what}() after detach(): the trace at {self.path} is finished. attach() again, to another path."
+            )
+
+
+class _AtExit:
+    """Detaches when the interpreter ends; does not keep the recorder alive until then."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = weakref.ref(recorder)
+
+    def __call__(self) -> None:
+        recorder = self._recorder()
+        if recorder is not None:
+            recorder._detach(getattr(sys, "last_value", None))
+
+
+def _as_models(model: nn.Module | Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:
+    if isinstance(model, nn.Module):
+        return {"": model}
+    if isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
+        if all(isinstance(name, str) and name for name in model):
+            return model
+        raise AttachError(f"The models are named {list(model)!r}; each name must be a string that is not empty.")
+    raise AttachError(f"model is a {type(model).__qualname__}; it takes a torch.nn.Module, or a dict of name to module.")
+
+
+def _make_directories(path: Path, undo: contextlib.ExitStack) -> Path:
+    """Make the directories of the trace and of this process's rank.
+
+    Raises:
+        AttachError: they cannot be made, or something is there already.
+    """
+    rank, ranks = _rank()
+    if path.exists() and not path.is_dir():
+        raise AttachError(f"{path} is a file. A trace is a directory: choose another path.")
+    rank_directory = path / f"rank-{rank:05}"
+    if rank_directory.exists() or (ranks == 1 and (path / "trace.json").exists()):
+        raise AttachError(
+            f"{path} holds a trace already, and it is not overwritten. Choose another path, or remove that directory first."
+        )
+    if ranks == 1 and path.exists() and any(path.iterdir()):
+        raise AttachError(f"{path} is not empty and is no trace. Choose a new directory, such as {path / 'trace'}.")
+    try:
+        if not path.exists():
+            path.mkdir(parents=True, exist_ok=True)
+            undo.callback(_remove_empty, path)
+        rank_directory.mkdir()
+        undo.callback(_remove_empty, rank_directory)
+    except OSError as error:
+        raise AttachError(f"{path} cannot be made: {error.strerror}. Choose a directory where you may write.") from None
+    return rank_directory
+
+
+def _remove_empty(path: Path) -> None:
+    for leftover in path.iterdir():
+        if leftover.is_file() and leftover.stat().st_size == 0:
+            leftover.unlink()
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def _rank() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as torch.distributed or its launcher has them."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return 0, 1
+
+
+def _identity() -> dict[str, Any]:
+    return {
+        "command": sys.orig_argv,
+        "cwd": os.getcwd(),
+        "packages": {"torch": torch.__version__},
+        "seed": torch.initial_seed(),
+    }

@@ -1,0 +1,259 @@
+"""A recording under way: what happens at the end of a step, and when something of ours breaks.
+
+It ties the hooks and the clock to the ring. It is called from hooks, on the threads of the training, and starts no thread of its
+own. A fault of ours (disk full, writer gone, a bug) ends the recording with one warning, and the training goes on.
+"""
+
+import contextlib
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim import Optimizer
+
+from hookrec.capture import Capture
+from hookrec.clock import Clock
+from hookrec.errors import AttachError, warn
+from hookrec.hooks import Call, HookedLayer, Hooks
+from hookrec.layers import Layer, choose, describe, layers_of
+from hookrec.plan import Plan
+from hookrec.ring import LIMIT
+from hookrec.writer_process import WriterProcess
+
+_recordings: "weakref.WeakSet[Recording]" = weakref.WeakSet()
+
+
+class Recording:
+    """The steps of one recorder, from the first to the end.
+
+    Args:
+        models: the roots, by name.
+        layers: what is hooked.
+        plan: what is recorded.
+        clock: what ends a step.
+        writer: where it goes.
+    """
+
+    def __init__(
+        self, models: Mapping[str, nn.Module], layers: list[Layer], plan: Plan, clock: str | Optimizer, writer: WriterProcess
+    ) -> None:
+        self.step_number = 0
+        self.active = True
+        self._plan = plan
+        self._writer = writer
+        self._ring = writer.ring
+        self._capture = Capture(self._ring, plan)
+        self._hooks = Hooks(
+            layers, self, outputs="output" in plan.kinds, gradients="grad_output" in plan.kinds
+        )
+        self._scalars: dict[str, float] = {}
+        self._noted: set[tuple[str, str]] = set()
+        self._logged: set[str] = set()  # what the step that ended last has
+        self._between = False  # whether a step has ended and no forward pass has begun since
+        self._told_to_stop = False
+        self._books = {"recorded_steps": 0, "hook_s": 0.0, "capture_s": 0.0, "wait_s": 0.0, "step_s": 0.0}
+        self._models = {name: weakref.ref(model) for name, model in models.items()}
+        self._models_changed = False
+        self._registrations = register_module_module_registration_hook(_weakly(self._module_registered))
+        self._clock = Clock(models, clock, self._tick, self._begin_forward)
+        _recordings.add(self)
+        self._begin_step()
+
+    # What the hooks report.
+
+    def micro(self, root: int) -> int:
+        """Return which forward pass of a root in the step is under way, from 0."""
+        return max(0, self._clock.forwards[root] - 1)
+
+    def take(self, layer: HookedLayer, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
+        """Record a tensor; return its statistics."""
+        key = (kind, path, tensor.dtype, tensor.shape)
+        stream = layer.streams.get(key)
+        if stream is None:
+            stream = layer.streams[key] = self._capture.stream(layer.name, *key)
+        return self._capture.record(stream, tensor, call)
+
+    def fingerprint(self, tensor: Tensor) -> bytes:
+        """Return the statistics of a tensor that is not recorded."""
+        return self._capture.fingerprint(tensor)
+
+    def note(self, layer: str, note: str) -> None:
+        """Take the reason why something of a layer is not recorded; the same reason once."""
+        if (layer, note) not in self._noted:
+            self._noted.add((layer, note))
+            with self._capture.lock:
+                self._ring.facts.setdefault("notes", []).append({"step": self.step_number, "layer": layer, "note": note})
+
+    def fault(self, error: Exception) -> None:
+        """End the recording because of an error of ours."""
+        if self.active:
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            words = "" if self._writer.is_alive() else f" (the writer's last words: {self._writer.last_words()})"
+            self.end("failed", said + words)
+            warn(f"recording has stopped at step {self.step_number}, the training goes on. {said}{words}")
+
+    # Steps.
+
+    def log(self, name: str, value: float) -> None:
+        """Take a number of the step under way, or of the one that has just ended.
+
+        Most loops log the loss after the optimizer has stepped, which is after the end of the step. So until the next forward
+        pass a number belongs to the step that ended, unless that step has one of this name.
+        """
+        with self._capture.lock:
+            if self._between and name not in self._logged:
+                self._logged.add(name)
+                self._add_scalars(self.step_number - 1, {name: value})
+            else:
+                self._scalars[name] = value
+
+    def _add_scalars(self, step: int, values: dict[str, float]) -> None:
+        line = {"step": step, "time": round(time.time(), 3), "values": values}
+        self._ring.facts.setdefault("scalars", []).append(line)
+
+    def _begin_forward(self) -> None:
+        self._between = False
+        self._choose_again()
+        self._hooks.be_last()
+
+    def _choose_again(self) -> None:
+        """Look at the models again where modules were added or replaced."""
+        if self._models_changed:
+            self._models_changed = False
+            models = {name: model for name, reference in self._models.items() if (model := reference()) is not None}
+            layers = layers_of(models)
+            with contextlib.suppress(AttachError):  # what matched before may be gone now
+                chosen = choose(layers, self._plan.layers, containers=self._plan.containers)
+                self._hooks.choose(chosen)
+                self._ring.facts["model"] = describe(layers, chosen)
+
+    def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+        self._models_changed = True
+
+    def step(self) -> None:
+        """End the step because the user says so; from then on nothing else does."""
+        self._clock.manual = True
+        self._tick()
+        self._between = False  # who ends steps by hand knows where a number belongs
+
+    def _tick(self) -> None:
+        if self.active:
+            try:
+                self._end_step()
+                self._begin_step()
+            except Exception as error:
+                self.fault(error)
+
+    def _begin_step(self) -> None:
+        self._began = time.perf_counter()
+        self._before = (self._hooks.seconds, self._capture.seconds, self._ring.wait_s)
+        self._ring.high_water_bytes = 0
+        self._capture.begin_step()
+        sampled = self._plan.samples(self.step_number)
+        self._clock.begin_step(sampled=sampled)
+        if sampled:
+            self._choose_again()
+            self._hooks.install()
+        else:
+            self._hooks.remove()
+
+    def _end_step(self) -> None:
+        with self._capture.lock:
+            self._hooks.end_step()
+            self._logged = set(self._scalars)
+            if self._capture.records or self._scalars or self._ring.facts:
+                self._send_step()
+            self.step_number += 1
+            self._between = True
+        self._look_at_writer()
+
+    def _send_step(self) -> None:
+        scalars, self._scalars = self._scalars, {}
+        if self._capture.records:
+            now = (self._hooks.seconds, self._capture.seconds, self._ring.wait_s)
+            hook_s, capture_s, wait_s = (after - before for after, before in zip(now, self._before, strict=True))
+            step_s = time.perf_counter() - self._began
+            cost = {"hook_s": hook_s, "capture_s": capture_s, "wait_s": wait_s, "step_s": step_s}
+            scalars |= {f"hookrec/{name}": round(seconds, 7) for name, seconds in cost.items()}
+            scalars["hookrec/ring_bytes"] = self._ring.high_water_bytes
+            for name, seconds in cost.items():
+                self._books[name] += seconds
+            self._books["recorded_steps"] += 1
+        if scalars:
+            self._add_scalars(self.step_number, scalars)
+        self._ring.facts["commit"] = True
+        if self._capture.ring_was_full:
+            self._ring.facts["drop_tensors"] = True
+        self._capture.records = 0
+        self._ring.send()
+
+    def _look_at_writer(self) -> None:
+        """Warn once of what the writer has to say."""
+        control = self._ring.control
+        if control.failed:
+            raise OSError("the trace can no longer be written; the disk may be full")
+        if control.stop_tensors and not self._told_to_stop:
+            self._told_to_stop = True
+            why = "the limit on the disk was reached" if control.stop_tensors == LIMIT else "tensors could not be written"
+            warn(f"from step {self.step_number} on only statistics are recorded: {why}. See `replay info`.")
+
+    # The end.
+
+    def end(self, how: str, detail: str | None) -> None:
+        """Stop recording: send what is left, take every hook off, say goodbye. The writer seals the trace."""
+        if not self.active:
+            return
+        self.active = False
+        self._registrations.remove()
+        self._clock.close()
+        self._hooks.close()
+        with self._capture.lock, contextlib.suppress(Exception):
+            if how != "failed" and (self._capture.records or self._scalars):
+                self._send_step()
+            books = {name: round(value, 6) for name, value in self._books.items()}
+            self._ring.facts["end"] = {"how": how, "detail": detail, "books": books}
+            self._ring.send()
+
+    def wait(self) -> None:
+        """Wait until the writer has sealed the trace."""
+        status = self._writer.wait()
+        if status != 0:
+            warn(f"the writer process ended with status {status}; `replay info` shows what is there.")
+
+    def forget(self) -> None:
+        """Be as if there had never been a recording, in a child that was forked from the training."""
+        self.active = False
+        self._hooks.close()
+        self._writer.forget()
+
+
+def is_recorded(model: nn.Module) -> bool:
+    """Whether a recording of the model is under way."""
+    return any(
+        recording.active and any(reference() is model for reference in recording._models.values())
+        for recording in _recordings
+    )
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A function that calls a method as long as its object lives."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (bound := reference()) is not None:
+            bound(*args)
+
+    return call
+
+
+def _forget_all() -> None:
+    for recording in list(_recordings):
+        recording.forget()
+
+
+# Workers of a DataLoader are forked with the model's hooks and our end of the socket.
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,1 @@
+"""Reads traces of PyTorch trainings, without torch."""

@@ -1,0 +1,224 @@
+"""The names, types and file names of format version 1: `schemas/trace.md` in code.
+
+What a file looks like inside is known by the module that reads and writes it (`log`, `zarr_store`,
+`seal`); what they share stands here, so that a change of the format begins here.
+"""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from replay.errors import TraceDamaged
+
+FORMAT = "hookrec-trace"
+VERSION = 1
+
+TRACE_FILE = "trace.json"
+MODEL_FILE = "model.json"
+STREAMS_FILE = "streams.jsonl"
+SCALARS_FILE = "scalars.jsonl"
+NOTES_FILE = "notes.jsonl"
+LOCK_FILE = "writer.lock"
+END_FILE = "end.json"
+STORE_DIRECTORIES = {"zarr": "tensors.zarr"}
+
+KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")
+MODES = ("train", "eval")
+
+STATISTICS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero", "min", "max", "absmax", "mean", "std", "l2")
+
+KEPT = 0
+WHY_NOT_KEPT = {
+    1: "statistics only, as the plan says",
+    2: 'dropped: the ring was full (when_full="skip")',
+    3: "dropped: larger than the ring",
+    4: "dropped: the limit on bytes or free space was reached",
+    5: "dropped: the store could not be written",
+    6: "its dtype or layout cannot be stored",
+}
+
+RECORD_SCHEMA = pa.schema(
+    [
+        pa.field(name, type_, nullable=False)
+        for name, type_ in (
+            ("step", pa.int64()),
+            ("stream", pa.int32()),
+            ("call", pa.int32()),
+            ("micro", pa.int32()),
+            ("mode", pa.uint8()),
+            ("kept", pa.uint8()),
+            ("row", pa.int64()),
+            ("offset", pa.int64()),
+            ("nbytes", pa.int64()),
+            ("crc32c", pa.uint32()),
+            *((name, pa.int64()) for name in STATISTICS[:5]),
+            *((name, pa.float64()) for name in STATISTICS[5:]),
+        )
+    ],
+    metadata={"hookrec:version": str(VERSION)},
+)
+
+_NUMPY_NAMES = (
+    *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+    *("float16", "float32", "float64", "complex64", "complex128"),
+)
+_ML_NAMES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+DTYPES = frozenset(_NUMPY_NAMES + _ML_NAMES)
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Return the numpy dtype of a dtype's name; of `ml_dtypes` where numpy has none.
+
+    Raises:
+        TraceDamaged: the format knows no such dtype.
+    """
+    if name in _NUMPY_NAMES:
+        return np.dtype(name)
+    if name in _ML_NAMES:
+        import ml_dtypes
+
+        return np.dtype(getattr(ml_dtypes, name))
+    raise TraceDamaged(f"The trace names a dtype {name!r} that format version {VERSION} does not have.")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """All records alike in (layer, kind, path, dtype, shape).
+
+    `shape` is that of one record. `location` is the stream's place in the store; None where the
+    store holds no tensors of it.
+    """
+
+    id: int
+    layer: str
+    kind: str
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    location: str | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one record."""
+        return numpy_dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
+
+    def to_json(self) -> str:
+        """Return the stream's line in `streams.jsonl`, without the newline."""
+        return json.dumps(
+            {
+                "id": self.id,
+                "layer": self.layer,
+                "kind": self.kind,
+                "path": self.path,
+                "dtype": self.dtype,
+                "shape": list(self.shape),
+                "location": self.location,
+                "layout": "fixed",
+            },
+            ensure_ascii=True,
+        )
+
+    @classmethod
+    def from_json(cls, line: str, where: Path) -> "Stream":
+        """Read a line of `streams.jsonl`.
+
+        Raises:
+            TraceDamaged: the line is not a stream, or its location would leave the store.
+        """
+        try:
+            found = json.loads(line)
+            stream = cls(
+                id=_integer(found["id"]),
+                layer=_string(found["layer"]),
+                kind=_string(found["kind"]),
+                path=_string(found["path"]),
+                dtype=_string(found["dtype"]),
+                shape=tuple(_integer(n) for n in found["shape"]),
+                location=None if found["location"] is None else _string(found["location"]),
+            )
+            layout = found["layout"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise TraceDamaged(f"{where} has a line that is no stream: {line[:200]!r} ({error}).") from None
+        if layout != "fixed":
+            raise TraceDamaged(f"{where} has a stream of layout {layout!r}; format version {VERSION} knows 'fixed'.")
+        if stream.location is not None and not _stays_inside(stream.location):
+            raise TraceDamaged(f"{where} has a stream whose location leaves the store: {stream.location!r}.")
+        numpy_dtype(stream.dtype)
+        return stream
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**62:
+        raise TypeError(f"{value!r} is no size")
+    return value
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no string")
+    return value
+
+
+def _stays_inside(location: str) -> bool:
+    parts = location.split("/")
+    return not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts)
+
+
+class Locations:
+    """Gives each stream a place in the store that no other has."""
+
+    def __init__(self, taken: Iterator[str] | None = None) -> None:
+        self._taken = {location.casefold() for location in taken or ()}
+
+    def new(self, layer: str, kind: str, path: str) -> str:
+        """Return a location for a further stream of (layer, kind, path)."""
+        wanted = f"{escape(layer)}/{escape(f'{kind}.{path}' if path else kind)}"
+        location, variant = wanted, 1
+        while location.casefold() in self._taken:
+            variant += 1
+            location = f"{wanted}~{variant}"
+        self._taken.add(location.casefold())
+        return location
+
+
+_UNSAFE = re.compile(rb'[\x00-\x1f\x7f/\\%~:*?"<>|]|^[. ]|[. ]$|^_(?=_)')
+
+
+def escape(name: str) -> str:
+    """Return `name` as one component of a path, as section 5 of the format says."""
+    if not name:
+        return "%root"
+    # Surrogates can stand in Python strings, not in UTF-8 proper; they are kept apart, not refused.
+    raw = name.encode("utf-8", "surrogatepass")
+    escaped = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], raw)
+    if len(escaped) > 200:
+        digest = hashlib.sha256(raw).hexdigest()[:16]
+        return f"{escaped[:180].decode('utf-8', 'ignore')}%{digest}"
+    return escaped.decode("utf-8", "backslashreplace").replace("\\", "%5C")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that it is there whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def whole_lines(path: Path, start: int = 0) -> tuple[list[str], int]:
+    """Return the lines of a JSON Lines file from byte `start` that end in a newline, and where the next begins."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+    except FileNotFoundError:
+        return [], start
+    end = data.rfind(b"\n") + 1
+    return data[:end].decode("utf-8", "replace").split("\n")[:-1], start + end

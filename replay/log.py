@@ -1,0 +1,264 @@
+"""The commit log: how batches of records lie in Arrow files, how a torn one is told, how segments become Parquet.
+
+A segment is written as an Arrow IPC stream, one batch a commit, because a batch can be appended and read
+while the next is being written. Parquet cannot be appended to, but is eight times smaller and is read by
+columns: so a segment that has grown, or whose trace is sealed, is turned into Parquet.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from replay.errors import TraceDamaged
+from replay.format import RECORD_SCHEMA, VERSION
+
+COMPACT_ROWS = 1 << 17
+_CHECKSUM = b"hookrec:crc32c"
+_SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
+
+# Statistics seldom repeat, so a dictionary of them is larger than they are. Split by significance, their bytes compress.
+_SPLIT = [field.name for field in RECORD_SCHEMA if pa.types.is_floating(field.type)]
+_DICTIONARY = ["stream", "call", "micro", "mode", "kept", "nbytes", "numel", "n_nan", "n_posinf", "n_neginf"]
+
+
+class LogWriter:
+    """Appends commits to the log of one rank.
+
+    Owned by the writer process. An existing log is continued: a torn last batch is cut off.
+    """
+
+    def __init__(self, rank_directory: Path) -> None:
+        self._directory = rank_directory
+        segments = _segments(rank_directory)
+        last = max(segments, default=-1)
+        self._number = last + 1 if last < 0 or segments[last].suffix == ".parquet" else last
+        self._rows = 0
+        self._open()
+
+    def _open(self) -> None:
+        self._path = self._directory / f"records-{self._number:05}.arrows"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._parts: list[bytes] = []
+        self._stream = pa.ipc.new_stream(pa.PythonFile(self, mode="w"), RECORD_SCHEMA)
+        # The stream writes its head together with its first batch; a segment that is continued has one already.
+        self._stream.write_batch(pa.RecordBatch.from_pylist([], RECORD_SCHEMA))
+        self._parts.clear()
+        tail = _Tail(self._path)
+        self._rows = sum(len(batch) for batch in tail.read())
+        self._length = tail.position
+        if self._length == 0:
+            os.ftruncate(self._fd, 0)
+            self._write(RECORD_SCHEMA.serialize().to_pybytes())
+        else:
+            os.ftruncate(self._fd, self._length)
+
+    # What pyarrow writes is collected, so that a commit reaches the file by one write.
+    closed = False
+
+    def write(self, data: bytes) -> int:
+        """Take a part of the message that pyarrow is writing."""
+        self._parts.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: parts are written together."""
+
+    def _take(self) -> bytes:
+        data = b"".join(self._parts)
+        self._parts.clear()
+        return data
+
+    def _write(self, data: bytes) -> None:
+        try:
+            written = 0
+            while written < len(data):
+                written += os.pwrite(self._fd, memoryview(data)[written:], self._length + written)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._fd, self._length)
+            raise
+        self._length += len(data)
+
+    def append(self, columns: Mapping[str, NDArray[Any]]) -> None:
+        """Commit records.
+
+        Args:
+            columns: an array of the same length for each column of the schema.
+
+        Raises:
+            OSError: the file could not be written. It is as it was before.
+        """
+        arrays = [pa.array(np.ascontiguousarray(columns[field.name]), field.type) for field in RECORD_SCHEMA]
+        batch = pa.RecordBatch.from_arrays(arrays, schema=RECORD_SCHEMA)
+        self._stream.write_batch(batch, custom_metadata={_CHECKSUM: _checksum(batch)})
+        self._write(self._take())
+        self._rows += len(batch)
+        if self._rows >= COMPACT_ROWS:
+            self._compact()
+            self._number += 1
+            self._open()
+
+    def _compact(self) -> None:
+        os.close(self._fd)
+        compact(self._path)
+
+    def close(self) -> None:
+        """Let go of the file; the segment stays as it is."""
+        self.closed = True
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
+
+
+def compact(path: Path) -> None:
+    """Turn a segment from Arrow IPC into Parquet. The Arrow file goes when the Parquet file is whole."""
+    import pyarrow.parquet as pq
+
+    target = path.with_suffix(".parquet")
+    partial = target.with_name(target.name + ".partial")
+    table = pa.Table.from_batches(_Tail(path).read(), RECORD_SCHEMA)
+    pq.write_table(
+        table,
+        partial,
+        compression="zstd",
+        compression_level=3,
+        use_dictionary=_DICTIONARY,
+        column_encoding={
+            **dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT"),
+            **dict.fromkeys(("step", "row", "offset", "n_zero"), "DELTA_BINARY_PACKED"),
+        },
+        write_page_checksum=True,
+        row_group_size=COMPACT_ROWS,
+    )
+    partial.replace(target)
+    path.unlink(missing_ok=True)
+
+
+def compact_all(rank_directory: Path) -> None:
+    """Turn whatever is left of a rank's log into Parquet."""
+    for path in _segments(rank_directory).values():
+        if path.suffix == ".arrows":
+            compact(path)
+    for leftover in rank_directory.glob("records-*.arrows"):
+        leftover.unlink()  # the Parquet file of the same number is whole: the crash came between the two
+
+
+class Log:
+    """Reads the commits of one rank, also while they are being written."""
+
+    def __init__(self, rank_directory: Path) -> None:
+        self._directory = rank_directory
+        self._sealed: dict[int, Path] = {}
+        self._tail: _Tail | None = None
+        self._tail_number = -1
+        self._batches: list[pa.RecordBatch] = []
+
+    def refresh(self) -> Self:
+        """Look for commits that came since the last look."""
+        # A segment is compacted under our feet now and then: its number is then among the Parquet files at the next look.
+        segments = _segments(self._directory)
+        self._sealed = {number: path for number, path in sorted(segments.items()) if path.suffix == ".parquet"}
+        number = max(segments, default=-1)
+        if number in self._sealed or number < 0:
+            self._tail, self._tail_number, self._batches = None, -1, []
+            return self
+        if number != self._tail_number:
+            self._tail, self._tail_number, self._batches = _Tail(segments[number]), number, []
+        assert self._tail is not None
+        try:
+            self._batches += self._tail.read()
+        except FileNotFoundError:
+            return self.refresh()
+        return self
+
+    def table(self, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
+        """Return records in the order of execution.
+
+        Args:
+            columns: names of columns of the schema; all if None.
+            where: a `pyarrow.compute.Expression` over columns of the schema.
+        """
+        import pyarrow.dataset as ds
+
+        tail: pa.Table = pa.Table.from_batches(self._batches, RECORD_SCHEMA)
+        if where is not None and len(tail):
+            tail = tail.filter(where)
+        if columns is not None:
+            tail = tail.select(list(columns))
+        if not self._sealed:
+            return tail
+        try:
+            sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format="parquet")
+            table = sealed.to_table(columns=None if columns is None else list(columns), filter=where)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
+        return pa.concat_tables([table, tail]) if len(tail) else table
+
+    @property
+    def rows(self) -> int:
+        """How many records are committed."""
+        import pyarrow.parquet as pq
+
+        sealed = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
+        return sealed + sum(len(batch) for batch in self._batches)
+
+
+class _Tail:
+    """Reads an Arrow segment from where the last look ended, as far as it is whole."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.position = 0
+        self._head = b""
+
+    def read(self) -> list[pa.RecordBatch]:
+        """Return the batches that are new and whole; `position` is the byte after the last of them."""
+        with self.path.open("rb") as file:
+            file.seek(self.position)
+            data = file.read()
+        source = pa.BufferReader(self._head + data)
+        try:
+            reader = pa.ipc.open_stream(source)
+        except (pa.ArrowInvalid, OSError):
+            return []  # the head is not there yet, or torn
+        if not reader.schema.equals(RECORD_SCHEMA):
+            raise TraceDamaged(f"{self.path} is no commit log of format version {VERSION}: its columns are {reader.schema.names}.")
+        if not self._head:
+            self._head = data[: source.tell()]
+            self.position = len(self._head)
+            data = data[self.position :]
+        batches, good = [], source.tell()
+        while True:
+            try:
+                batch, metadata = reader.read_next_batch_with_custom_metadata()
+                if metadata is None or metadata.get(_CHECKSUM) != _checksum(batch):
+                    break
+            except (StopIteration, pa.ArrowInvalid, OSError):
+                break
+            batches.append(batch)
+            good = source.tell()
+        self.position += good - len(self._head)
+        return batches
+
+
+def _segments(rank_directory: Path) -> dict[int, Path]:
+    """The files of the log by number; Parquet goes before Arrow."""
+    found: dict[int, Path] = {}
+    with os.scandir(rank_directory) as entries:
+        names = sorted(entry.name for entry in entries)  # .arrows sorts before .parquet
+    for name in names:
+        if match := _SEGMENT.fullmatch(name):
+            found[int(match[1])] = rank_directory / name
+    return found
+
+
+def _checksum(batch: pa.RecordBatch) -> bytes:
+    crc = google_crc32c.value(b"".join(column.to_numpy(zero_copy_only=True).tobytes() for column in batch.columns))
+    return b"%08x" % crc

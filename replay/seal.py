@@ -1,0 +1,99 @@
+"""How a rank's part of a trace is finished: everything is derived from the log, so it can be done by anybody, at any time, again.
+
+The writer seals what it wrote when the training ends, and whoever finds a trace whose writer is gone seals it from
+the same log. There is one way to seal, and it never needs to know what the writer knew.
+"""
+
+import datetime
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from replay.format import END_FILE, KEPT, LOCK_FILE, STORE_DIRECTORIES, STREAMS_FILE, Stream, whole_lines, write_whole
+from replay.log import Log, compact_all
+from replay.zarr_store import seal_stream
+
+
+def read_streams(rank_directory: Path) -> list[Stream]:
+    """Return the streams of a rank, in the order of their ids."""
+    path = rank_directory / STREAMS_FILE
+    return [Stream.from_json(line, path) for line in whole_lines(path)[0]]
+
+
+def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, Any]) -> None:
+    """Finish a rank's store and log and write `end.json`.
+
+    Args:
+        rank_directory: the rank; its writer's lock is held by the caller.
+        how: one of the words of section 11 of the format.
+        detail: a sentence on it.
+        books: what recording cost and dropped, as far as it is known.
+    """
+    log = Log(rank_directory).refresh()
+    table = log.table(["step", "stream", "call", "micro", "kept", "row", "nbytes"])
+    columns = {name: table[name].to_numpy() for name in table.column_names}
+    kept = np.flatnonzero(columns["kept"] == KEPT)
+    order = kept[np.lexsort((columns["row"][kept], columns["stream"][kept]))]
+    streams = columns["stream"][order]
+    for stream in read_streams(rank_directory):
+        if stream.location is not None:
+            first, last = np.searchsorted(streams, [stream.id, stream.id + 1])
+            rows = order[first:last]
+            seal_stream(
+                rank_directory / STORE_DIRECTORIES["zarr"],
+                stream,
+                *(columns[name][rows] for name in ("step", "call", "micro")),
+            )
+    compact_all(rank_directory)
+    end = {
+        "how": how,
+        "detail": detail,
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        "steps": len(np.unique(columns["step"])),
+        "records": len(table),
+        "tensors": len(kept),
+        "bytes": int(columns["nbytes"].sum()),
+        "books": books,
+    }
+    write_whole(rank_directory / END_FILE, json.dumps(end, indent=1) + "\n")
+
+
+def is_sealed(rank_directory: Path) -> bool:
+    """Whether the rank is finished."""
+    return (rank_directory / END_FILE).exists()
+
+
+def is_locked(rank_directory: Path) -> bool:
+    """Whether a writer is at work on the rank."""
+    try:
+        fd = os.open(rank_directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+@contextmanager
+def locked(rank_directory: Path) -> Iterator[None]:
+    """Hold the writer's lock of a rank.
+
+    Raises:
+        BlockingIOError: another writer holds it.
+    """
+    fd = os.open(rank_directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
