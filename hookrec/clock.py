@@ -42,6 +42,7 @@ class Clock:
         self.manual = clock == "manual"
         self.forwards = [0] * len(models)
         self._by_forward = clock == "forward"
+        self._given = isinstance(clock, Optimizer)
         self._optimizer = weakref.ref(clock) if isinstance(clock, Optimizer) else None
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._models = [weakref.ref(model) for model in models.values()]
@@ -90,7 +91,8 @@ class Clock:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.manual:
             return
-        if self._optimizer is None:
+        # Some trainings make a new optimizer for each phase; the clock goes on with it when the first is gone.
+        if self._optimizer is None or (self._optimizer() is None and not self._given):
             if optimizer in self._strangers:
                 return
             if not self._is_ours(optimizer):

@@ -1,1 +1,19 @@
-"""Reads traces of PyTorch trainings, without torch."""
+"""Reads traces of PyTorch trainings, without torch.
+
+    import replay
+
+    trace = replay.open("runs/a")
+    trace.tensor(step=120, layer="layer1.0.conv1", kind="grad_output")
+"""
+
+from replay.errors import BadQuery as BadQuery
+from replay.errors import MissingPackage as MissingPackage
+from replay.errors import NotRecorded as NotRecorded
+from replay.errors import ReplayError as ReplayError
+from replay.errors import StepNotCommitted as StepNotCommitted
+from replay.errors import TraceDamaged as TraceDamaged
+from replay.errors import TraceNotFound as TraceNotFound
+from replay.errors import TraceTooNew as TraceTooNew
+from replay.trace import Selection as Selection
+from replay.trace import Trace as Trace
+from replay.trace import open as open

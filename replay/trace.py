@@ -1,0 +1,454 @@
+"""A trace as its reader sees it: ranks joined, records found by step, layer, kind and call.
+
+Records are rows of the commit log, which names streams by number; layer, kind, path and dtype come from the table of streams as
+dictionary-encoded columns, so that no string is copied. Where a tensor lies is looked up once a stream.
+"""
+
+import difflib
+import fnmatch
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+from numpy.typing import NDArray
+
+from replay.errors import BadQuery, NotRecorded, StepNotCommitted, TraceDamaged, TraceNotFound, TraceTooNew
+from replay.format import (
+    END_FILE,
+    FORMAT,
+    KEPT,
+    MODEL_FILE,
+    MODES,
+    NOTES_FILE,
+    SCALARS_FILE,
+    STATISTICS,
+    STORE_DIRECTORIES,
+    TRACE_FILE,
+    VERSION,
+    WHY_NOT_KEPT,
+    Stream,
+    numpy_dtype,
+    whole_lines,
+)
+from replay.log import Log
+from replay.seal import is_locked, is_sealed, read_streams
+from replay.zarr_store import ZarrReader
+
+Names = str | Iterable[str] | None
+Steps = int | slice | Iterable[int] | None
+
+
+def open(path: str | Path) -> "Trace":
+    """Open a trace, also while it is being written, or after a crash.
+
+    Raises:
+        TraceNotFound: there is no trace at the path.
+        TraceTooNew: a newer version of the format.
+        TraceDamaged: a file is not what the format says.
+    """
+    return Trace(Path(path))
+
+
+class Trace:
+    """What was recorded of one training. Made by `open`.
+
+    Attributes:
+        path: the directory.
+        identity: `trace.json`: when, where and how the trace was made.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.identity = _identity(path)
+        self._ranks: dict[int, _Rank] = {}
+        self.refresh()
+
+    def refresh(self) -> Self:
+        """Look for steps that were committed since the last look."""
+        for directory in sorted(self.path.glob("rank-[0-9]*")):
+            number = directory.name.removeprefix("rank-")
+            if number.isdigit() and directory.is_dir():
+                self._ranks.setdefault(int(number), _Rank(directory)).refresh()
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        for rank in self._ranks.values():
+            rank.store.close()
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes that recorded."""
+        return sorted(self._ranks)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that are committed."""
+        return sorted({int(step) for rank in self._ranks.values() for step in rank.steps()})
+
+    @property
+    def layers(self) -> list[str]:
+        """The layers that have records, in the order in which they first ran."""
+        return list(dict.fromkeys(stream.layer for rank in self._ranks.values() for stream in rank.streams))
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds that have records."""
+        return list(dict.fromkeys(stream.kind for rank in self._ranks.values() for stream in rank.streams))
+
+    @property
+    def status(self) -> str:
+        """Return "live" while it is written, "sealed" when it is finished, "torn" if its writer died."""
+        states = {rank.status() for rank in self._ranks.values()}
+        return next((state for state in ("live", "torn") if state in states), "sealed" if states else "torn")
+
+    @property
+    def endings(self) -> dict[int, dict[str, Any]]:
+        """How each sealed rank ended: `end.json`."""
+        return {n: end for n, rank in self._ranks.items() if (end := _json(rank.directory / END_FILE)) is not None}
+
+    @property
+    def notes(self) -> list[dict[str, Any]]:
+        """What could not be recorded, and why."""
+        lines = (line for rank in self._ranks.values() for line in whole_lines(rank.directory / NOTES_FILE)[0])
+        return [json.loads(line) for line in lines]
+
+    @property
+    def silent(self) -> list[tuple[str, str]]:
+        """Leaf modules without a record, each with the reason as far as it is known."""
+        heard = set(self.layers)
+        found = []
+        for rank in self._ranks.values():
+            for module in (_json(rank.directory / MODEL_FILE) or {"modules": []})["modules"]:
+                if module["name"] not in heard and (module["recorded"] or "why" in module):
+                    found.append((module["name"], module.get("why", "it was never called")))
+        return list(dict.fromkeys(found))
+
+    def scalars(self) -> pa.Table:
+        """Return what was logged: columns rank, step, time (seconds since 1970), name, value."""
+        rows = []
+        for number, rank in self._ranks.items():
+            for line in whole_lines(rank.directory / SCALARS_FILE)[0]:
+                entry = json.loads(line)
+                for name, value in entry["values"].items():
+                    rows.append((number, entry["step"], entry["time"], name, float(value)))
+        columns = list(zip(*rows, strict=True)) or [[]] * 5
+        types = (pa.int32(), pa.int64(), pa.float64(), pa.string(), pa.float64())
+        names = ["rank", "step", "time", "name", "value"]
+        return pa.table([pa.array(c, t) for c, t in zip(columns, types, strict=True)], names=names)
+
+    def tensor(
+        self, step: int, layer: str, kind: str = "output", *, call: int = 0, path: str = "", rank: int = 0
+    ) -> NDArray[Any]:
+        """Return one recorded tensor.
+
+        Args:
+            step: optimizer step, one of `steps`.
+            layer: qualified module name, one of `layers`.
+            kind: "output", or "grad_output" for the gradient of the loss with respect to it.
+            call: which use of the layer within the step, from 0.
+            path: where in a nested output the tensor sits.
+            rank: which process.
+
+        Returns:
+            Array of the shape and dtype of the recorded tensor. A gradient has the unit of loss per unit of output; a
+            loss averaged over the batch is not rescaled.
+
+        Raises:
+            StepNotCommitted: the step is not in the trace. Call `refresh` if it is live.
+            NotRecorded: the step is there and this record is not, or only its statistics are.
+            TraceDamaged: the bytes are not those that were committed.
+        """
+        if rank not in self._ranks:
+            raise NotRecorded(f"{self.path} has no rank {rank}; it has {', '.join(map(str, self.ranks)) or 'none'}.")
+        part = self._ranks[rank]
+        for stream in part.by_key.get((layer, kind, path), ()):
+            places = part.places(stream)
+            first, last = np.searchsorted(places.step, (step, step + 1))
+            hits = first + np.flatnonzero(places.call[first:last] == call)
+            if len(hits):
+                return self._read(part, stream, places, int(hits[-1]), step)
+        raise self._not_found(part, step, layer, kind, call, path)
+
+    def _read(self, part: "_Rank", stream: Stream, places: "_Places", at: int, step: int) -> NDArray[Any]:
+        kept = int(places.kept[at])
+        if kept != KEPT:
+            raise NotRecorded(
+                f"Step {step} of {self.path} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
+                f"{WHY_NOT_KEPT.get(kept, 'not kept')}. Use records() for the statistics."
+            )
+        data = part.store.read(stream, places.row[at : at + 1], places.offset[at : at + 1])
+        if len(data) and google_crc32c.value(bytes(data)) != places.crc32c[at]:
+            raise TraceDamaged(
+                f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: its checksum differs."
+            )
+        return np.frombuffer(data, numpy_dtype(stream.dtype)).reshape(stream.shape)
+
+    def _not_found(self, part: "_Rank", step: int, layer: str, kind: str, call: int, path: str) -> Exception:
+        steps = part.steps()
+        if step not in steps:
+            last = f"its last committed step is {int(steps[-1])}" if len(steps) else "it has no committed step yet"
+            return StepNotCommitted(
+                f"{self.path} has no step {step}; {last}. If recording is under way, call refresh()."
+            )
+        there = part.log.table(["stream", "call"], pa.compute.field("step") == step).to_pylist()
+        found = [(part.streams[row["stream"]], row["call"]) for row in there]
+        same = [f"{s.kind} (call {c}{f', path {s.path!r}' if s.path else ''})" for s, c in found if s.layer == layer]
+        wanted = f"{kind} (call {call}{f', path {path!r}' if path else ''}) for layer {layer!r}"
+        if same:
+            have = f"it has {', '.join(same[:8])}"
+        else:
+            near = difflib.get_close_matches(layer, self.layers, n=3, cutoff=0.3) or self.layers[:3]
+            have = f"there are layers such as {', '.join(map(repr, near))}"
+        return NotRecorded(
+            f"Step {step} of {self.path} has no {wanted}; {have}. Run `replay ls {self.path}` to list what is there."
+        )
+
+    def records(
+        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+    ) -> pa.Table:
+        """Return records with their statistics, in the order of execution.
+
+        Args:
+            layers: glob or globs over layer names.
+            kinds: glob or globs over kinds.
+            steps: a step, a slice of steps, or several steps.
+            where: a SQL condition over the columns, such as "n_nan > 0 and kind = 'output'".
+
+        Returns:
+            Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.
+
+        Raises:
+            BadQuery: a filter cannot be understood.
+        """
+        parts = [rank.records(number, layers, kinds, steps) for number, rank in sorted(self._ranks.items())]
+        table = pa.concat_tables(parts).unify_dictionaries() if parts else _Rank.no_records()
+        return table if where is None else _where(table, where)
+
+    def select(
+        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+    ) -> "Selection":
+        """Return a selection of records; the arguments are those of `records`."""
+        return Selection(self, layers, kinds, steps, where)
+
+    def first(self, where: str) -> dict[str, Any] | None:
+        """Return the first record, in the order of execution, for which a SQL condition holds."""
+        found = self.records(where=where)
+        rows: list[dict[str, Any]] = found.slice(0, 1).to_pylist()
+        return rows[0] if rows else None
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Some records of a trace."""
+
+    trace: Trace
+    layers: Names = None
+    kinds: Names = None
+    steps: Steps = None
+    where: str | None = None
+
+    def stats(self) -> pa.Table:
+        """Return the records with their statistics, as `Trace.records` does."""
+        return self.trace.records(self.layers, self.kinds, self.steps, self.where)
+
+    def to_pandas(self) -> Any:
+        """Return the records as a pandas DataFrame with plain strings."""
+        return _plain(self.stats()).to_pandas()
+
+    def tensors(self) -> Iterable[tuple[dict[str, Any], NDArray[Any]]]:
+        """Yield each record whose tensor was kept, and the tensor."""
+        for record in self.stats().to_pylist():
+            if record["kept"]:
+                key = {name: record[name] for name in ("step", "layer", "kind", "call", "path", "rank")}
+                yield record, self.trace.tensor(**key)
+
+    def to_parquet(self, path: str | Path, *, overwrite: bool = False) -> None:
+        """Write the records with their statistics to a Parquet file, one row a record.
+
+        Raises:
+            BadQuery: the file exists, and `overwrite` is false.
+        """
+        import pyarrow.parquet as pq
+
+        target = Path(path)
+        if target.exists() and not overwrite:
+            raise BadQuery(f"{target} exists already. Choose another file, or overwrite it.")
+        partial = target.with_name(target.name + ".partial")
+        pq.write_table(_plain(self.stats()), partial, compression="zstd")
+        partial.replace(target)
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the records of a stream are, sorted by step: arrays of shape `(records,)`."""
+
+    step: NDArray[np.int64]
+    call: NDArray[np.int32]
+    kept: NDArray[np.uint8]
+    row: NDArray[np.int64]
+    offset: NDArray[np.int64]
+    crc32c: NDArray[np.uint32]
+
+
+class _Rank:
+    """What one process recorded."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.log = Log(directory)
+        self.store = ZarrReader(directory / STORE_DIRECTORIES["zarr"])
+        self.streams: list[Stream] = []
+        self.by_key: dict[tuple[str, str, str], list[Stream]] = {}
+        self._places: dict[int, _Places] = {}
+        self._steps: NDArray[np.int64] | None = None
+
+    def refresh(self) -> None:
+        self.log.refresh()
+        self.streams = read_streams(self.directory)
+        self.by_key = {}
+        for stream in self.streams:
+            self.by_key.setdefault((stream.layer, stream.kind, stream.path), []).append(stream)
+        self._places, self._steps = {}, None
+
+    def status(self) -> str:
+        return "sealed" if is_sealed(self.directory) else "live" if is_locked(self.directory) else "torn"
+
+    def steps(self) -> NDArray[np.int64]:
+        if self._steps is None:
+            self._steps = np.unique(self.log.table(["step"])["step"].to_numpy())
+        return self._steps
+
+    def places(self, stream: Stream) -> _Places:
+        if stream.id not in self._places:
+            names = list(_Places.__dataclass_fields__)
+            table = self.log.table(names, pa.compute.field("stream") == stream.id)
+            columns = {name: table[name].to_numpy() for name in names}
+            order = np.argsort(columns["step"], kind="stable")
+            self._places[stream.id] = _Places(**{name: column[order] for name, column in columns.items()})
+        return self._places[stream.id]
+
+    def records(self, number: int, layers: Names, kinds: Names, steps: Steps) -> pa.Table:
+        condition = _steps_condition(steps)
+        if layers is not None or kinds is not None:
+            wanted = [s.id for s in self.streams if _matches(s.layer, layers) and _matches(s.kind, kinds)]
+            chosen = pa.compute.field("stream").isin(pa.array(wanted, pa.int32()))
+            condition = chosen if condition is None else condition & chosen
+        table = self.log.table(None, condition).combine_chunks()
+        count = len(table)
+        stream = table["stream"].combine_chunks() if count else pa.array([], pa.int32())
+        if isinstance(stream, pa.ChunkedArray):
+            stream = stream.chunk(0)
+
+        def of_stream(values: list[str]) -> pa.Array:
+            return pa.DictionaryArray.from_arrays(stream, pa.array(values, pa.string()))
+
+        shapes = pa.array([list(s.shape) for s in self.streams], pa.list_(pa.int64()))
+        mode = table["mode"].combine_chunks().cast(pa.int32()) if count else pa.array([], pa.int32())
+        if isinstance(mode, pa.ChunkedArray):
+            mode = mode.chunk(0)
+        columns = {
+            "rank": pa.array(np.full(count, number, np.int32)),
+            "step": table["step"],
+            "layer": of_stream([s.layer for s in self.streams]),
+            "kind": of_stream([s.kind for s in self.streams]),
+            "call": table["call"],
+            "path": of_stream([s.path for s in self.streams]),
+            "micro": table["micro"],
+            "mode": pa.DictionaryArray.from_arrays(mode, pa.array(MODES)),
+            "dtype": of_stream([s.dtype for s in self.streams]),
+            "shape": shapes.take(stream),
+            "kept": pa.array(table["kept"].to_numpy() == KEPT),
+            **{name: table[name] for name in STATISTICS},
+        }
+        return pa.table(columns)
+
+    @staticmethod
+    def no_records() -> pa.Table:
+        raise TraceDamaged("The trace has no rank directory; recording did not begin.")
+
+
+def _identity(path: Path) -> Mapping[str, Any]:
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise TraceNotFound(f"{path} {what}. A trace is the directory that was given to hookrec.attach().")
+    identity = _json(path / TRACE_FILE)
+    if identity is None:
+        inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
+        hint = f" There are traces inside: {', '.join(inside[:5])}." if inside else ""
+        raise TraceNotFound(f"{path} is no trace: it has no {TRACE_FILE}.{hint}")
+    version = identity.get("version")
+    if identity.get("format") != FORMAT or not isinstance(version, int):
+        raise TraceDamaged(f"{path / TRACE_FILE} does not say that it is a {FORMAT}, or which version.")
+    if version > VERSION:
+        raise TraceTooNew(f"{path} has version {version} of the format; this replay reads up to {VERSION}. Upgrade hookrec.")
+    return identity
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise TraceDamaged(f"{path} cannot be read: {error}") from None
+
+
+def _matches(name: str, globs: Names) -> bool:
+    return globs is None or any(fnmatch.fnmatchcase(name, g) for g in ([globs] if isinstance(globs, str) else globs))
+
+
+def _steps_condition(steps: Steps) -> Any:
+    if steps is None:
+        return None
+    field = pa.compute.field("step")
+    if isinstance(steps, int):
+        return field == steps
+    if not isinstance(steps, slice):
+        return field.isin(pa.array(list(steps), pa.int64()))
+    if (steps.step or 1) != 1:
+        begin, end, by = steps.start or 0, steps.stop, steps.step
+        if end is None:
+            raise BadQuery("A slice of steps with a stride needs an end, such as slice(0, 1000, 10).")
+        return field.isin(pa.array(range(begin, end, by), pa.int64()))
+    if (steps.start or 0) < 0 or (steps.stop or 0) < 0:
+        raise BadQuery(f"Steps count from 0; {steps} has a negative end.")
+    condition = field >= (steps.start or 0)
+    return condition if steps.stop is None else condition & (field < steps.stop)
+
+
+def _where(table: pa.Table, where: str) -> pa.Table:
+    import duckdb
+
+    with duckdb.connect(config={"enable_external_access": "false"}) as connection:
+        connection.register("records", table.append_column("hookrec_row", pa.array(np.arange(len(table)))))
+        try:
+            found = connection.execute(f"select hookrec_row from records where {where}").fetchnumpy()["hookrec_row"]
+        except duckdb.Error as error:
+            reason = str(error).splitlines()[0]
+            names = ", ".join(table.column_names)
+            raise BadQuery(f"where={where!r} cannot be understood: {reason} The columns are {names}.") from None
+    return table.take(pa.array(np.sort(np.asarray(found))))
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """Strings instead of dictionaries: some readers of Parquet do not take those."""
+    for index, field in enumerate(table.schema):
+        if pa.types.is_dictionary(field.type):
+            table = table.set_column(index, field.name, table[field.name].cast(pa.string()))
+    return table

@@ -1,0 +1,401 @@
+"""Records are what flowed through the layers, and the training is what it was without a recorder."""
+
+import copy
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import hookrec
+import replay
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def convolutional() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 3), nn.Identity()
+    )
+
+
+def with_views() -> nn.Module:
+    """A Linear on 3-D input returns a view, which the in-place ReLU then changes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 3), nn.Dropout(0.5), nn.Flatten())
+
+
+SAMPLES = {convolutional: (4, 1, 8, 8), with_views: (4, 5, 6)}
+
+
+def train(model: nn.Module, shape: tuple[int, ...], steps: int, rec=None) -> list[float]:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(shape)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if rec is not None:
+            rec.log(loss=loss)
+    return losses
+
+
+def oracle(model: nn.Module, shape: tuple[int, ...], steps: int) -> dict[tuple[int, str, str], np.ndarray]:
+    """Values taken without a hook: forwards that hand out a clone whose gradient is retained."""
+    model = copy.deepcopy(model)
+    seen: dict[tuple[int, str, str], np.ndarray] = {}
+    kept: list[tuple[str, torch.Tensor]] = []
+    for name, module in model.named_children():
+
+        def forward(x, inner=module.forward, name=name):
+            out = inner(x.clone())
+            out.retain_grad()
+            kept.append((name, out, out.detach().clone()))
+            return out.clone()
+
+        module.forward = forward
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        kept.clear()
+        optimizer.zero_grad()
+        model(torch.randn(shape)).pow(2).mean().backward()
+        for name, out, value in kept:
+            seen[step, name, "output"] = value.numpy()
+            seen[step, name, "grad_output"] = out.grad.numpy()
+        optimizer.step()
+    return seen
+
+
+@pytest.mark.parametrize("make", SAMPLES)
+def test_each_record_is_bit_for_bit_what_a_clone_holds(tmp_path, make):
+    expected = oracle(make(), SAMPLES[make], 3)
+    model = make()
+
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        train(model, SAMPLES[make], 3)
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.status == "sealed"
+    assert trace.steps == [0, 1, 2]
+    assert len(trace.records()) == len(expected)
+    for (step, layer, kind), value in expected.items():
+        got = trace.tensor(step, layer, kind)
+        assert got.dtype == value.dtype
+        assert got.tobytes() == np.ascontiguousarray(value).tobytes(), (step, layer, kind)
+
+
+@pytest.mark.parametrize("make", SAMPLES)
+def test_losses_and_parameters_are_those_of_the_bare_run(tmp_path, make):
+    bare, recorded = make(), make()
+    losses = train(bare, SAMPLES[make], 20)
+
+    with hookrec.attach(recorded, tmp_path / "a", keep_free=0) as rec:
+        assert train(recorded, SAMPLES[make], 20, rec) == losses
+
+    for one, other in zip(bare.parameters(), recorded.parameters(), strict=True):
+        assert torch.equal(one, other)
+    scalars = replay.open(tmp_path / "a").scalars().to_pylist()
+    assert [row["value"] for row in scalars if row["name"] == "loss"] == losses
+    assert [row["step"] for row in scalars if row["name"] == "loss"] == list(range(20))
+
+
+def test_statistics_stay_right_where_float32_sums_would_not(tmp_path):
+    class Fixed(nn.Module):
+        def forward(self, x):
+            return x
+
+    values = torch.randn(50_000, dtype=torch.float64)
+    hard = {
+        "spread": (values * 0.1 + 1e6).float(),
+        "halves": (values * 1e4).half(),
+        "brains": (values * 1e30).bfloat16(),
+        "huge": values * 1e200,
+        "odd": torch.tensor([np.nan, np.inf, -np.inf, 0.0, -0.0, 2.0, -3.0]),
+    }
+    model = nn.ModuleDict({name: Fixed() for name in hard})
+
+    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0):
+        for name, tensor in hard.items():
+            model[name](tensor)
+
+    for row in replay.open(tmp_path / "a").records().to_pylist():
+        x = hard[row["layer"]].double().numpy()
+        finite = x[np.isfinite(x)]
+        scale = np.abs(finite).max()
+        assert row["n_nan"] == np.isnan(x).sum()
+        assert row["n_posinf"] == np.isposinf(x).sum()
+        assert row["n_neginf"] == np.isneginf(x).sum()
+        assert row["n_zero"] == (x == 0).sum()
+        assert (row["min"], row["max"], row["absmax"]) == (finite.min(), finite.max(), scale)
+        assert row["mean"] == pytest.approx(finite.mean(), rel=1e-4)
+        assert row["std"] == pytest.approx((finite / scale).std() * scale, rel=1e-4)
+        assert row["l2"] == pytest.approx(np.sqrt(((finite / scale) ** 2).sum()) * scale, rel=1e-4)
+
+
+def test_zarr_python_and_tensorstore_read_a_sealed_trace(tmp_path):
+    import tensorstore
+    import xarray
+    import zarr
+
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        train(model, SAMPLES[convolutional], 4)
+
+    trace = replay.open(tmp_path / "a")
+    expected = np.stack([trace.tensor(step, "0") for step in range(4)])
+    store = tmp_path / "a/rank-00000/tensors.zarr"
+    array = store / "0/output/data"
+    assert np.array_equal(zarr.open_array(str(array), mode="r")[:], expected)
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(array)}}
+    assert np.array_equal(tensorstore.open(spec).result().read().result(), expected)
+    dataset = xarray.open_zarr(store, group="0/output", consolidated=False)
+    assert np.array_equal(dataset.data.sel(step=2).values, expected[2])
+
+
+def test_exported_statistics_open_in_pandas_and_polars(tmp_path):
+    import pandas as pd
+    import polars as pl
+
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0, tensors=False):
+        train(model, SAMPLES[convolutional], 3)
+    selection = replay.open(tmp_path / "a").select(kinds="output", where="l2 > 0")
+
+    selection.to_parquet(tmp_path / "out.parquet")
+
+    expected = selection.stats()["l2"].to_pylist()
+    assert len(expected) == 18
+    assert pd.read_parquet(tmp_path / "out.parquet")["l2"].tolist() == expected
+    assert pl.read_parquet(tmp_path / "out.parquet")["l2"].to_list() == expected
+
+
+def test_a_live_trace_shows_each_step_within_a_second(tmp_path):
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        for expected in range(1, 4):
+            train(model, SAMPLES[convolutional], 1)
+            deadline = time.monotonic() + 1
+            while len(replay.open(tmp_path / "a").steps) < expected and time.monotonic() < deadline:
+                time.sleep(0.02)
+            trace = replay.open(tmp_path / "a")
+            assert trace.status == "live"
+            assert trace.steps == list(range(expected))
+            assert trace.tensor(expected - 1, "4", "grad_output").shape == (4, 3)
+
+
+KILLED = """
+import sys, torch, hookrec
+from torch import nn
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 8))
+optimizer = torch.optim.SGD(model.parameters(), 0.0)
+hookrec.attach(model, sys.argv[1], keep_free=0)
+step = 0
+while True:
+    optimizer.zero_grad()
+    model(torch.full((32, 64), float(step))).sum().backward()
+    optimizer.step()
+    print(step, flush=True)
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_killed_training_leaves_each_step_whole(tmp_path, seed):
+    trace_path = tmp_path / "a"
+    process = subprocess.Popen([sys.executable, "-c", KILLED, str(trace_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(float(np.random.default_rng(seed).uniform(0.01, 0.5)))
+    process.send_signal(signal.SIGKILL)
+    printed = [int(line) for line in process.stdout if line.strip().isdigit()]
+    process.stdout.close()
+    process.wait()
+
+    deadline = time.monotonic() + 20
+    while replay.open(trace_path).status == "live" and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    trace = replay.open(trace_path)
+    assert trace.status == "sealed"
+    assert trace.endings[0]["how"] == "died"
+    assert trace.steps == list(range(len(trace.steps)))
+    assert trace.steps[-1] >= max(printed, default=0)
+    for step in (0, trace.steps[-1]):
+        assert len(trace.records(steps=step)) == 6
+        assert np.all(trace.tensor(step, "2", "grad_output") == 1)
+
+
+def test_steps_between_sampled_ones_have_no_hook(tmp_path):
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", every=3, keep_free=0):
+        assert len(model[0]._forward_hooks) == 1
+        train(model, SAMPLES[convolutional], 1)
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        train(model, SAMPLES[convolutional], 4)
+
+    assert replay.open(tmp_path / "a").steps == [0, 3]
+
+
+def test_detach_leaves_the_model_as_it_was_and_may_be_repeated(tmp_path):
+    model = convolutional()
+    rec = hookrec.attach(model, tmp_path / "a", keep_free=0)
+    train(model, SAMPLES[convolutional], 1)
+
+    rec.detach()
+    rec.detach()
+
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    with pytest.raises(hookrec.DetachedError, match="after detach"):
+        rec.step()
+
+
+def test_copies_and_pickles_carry_nothing_of_ours(tmp_path):
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        twin = copy.deepcopy(model)
+        twin(torch.randn(4, 1, 8, 8))
+        file = io.BytesIO()
+        torch.save(model, file)
+
+    assert b"hookrec" not in file.getvalue()
+    assert replay.open(tmp_path / "a").steps == []
+
+
+def test_a_step_larger_than_the_ring_is_recorded_in_parts(tmp_path):
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    with hookrec.attach(model, tmp_path / "a", ring="1MiB", keep_free=0):
+        train(model, (512, 256), 2)
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.records()["kept"].to_pylist() == [True] * 32
+    assert trace.tensor(1, "7", "grad_output").shape == (512, 256)
+
+
+def test_the_death_of_the_writer_does_not_end_the_training(tmp_path):
+    model = convolutional()
+    bare = train(convolutional(), SAMPLES[convolutional], 4)
+    rec = hookrec.attach(model, tmp_path / "a", keep_free=0)
+    os.kill(rec._recording._writer._process.pid, signal.SIGKILL)
+    rec._recording._writer._process.wait()
+
+    with pytest.warns(hookrec.HookrecWarning) as warned:
+        losses = train(model, SAMPLES[convolutional], 4)
+        rec.detach()
+
+    assert losses == bare
+    assert "the training goes on" in str(warned[0].message)
+
+
+def test_gradient_accumulation_counts_calls_and_micro_batches(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        for _ in range(2):
+            for _ in range(3):
+                functional.mse_loss(model(torch.randn(4, 3)), torch.zeros(4, 2)).backward()
+            optimizer.step()
+
+    rows = replay.open(tmp_path / "a").records(kinds="grad_output").to_pylist()
+    assert [(row["step"], row["call"], row["micro"]) for row in rows] == [(s, m, m) for s in (0, 1) for m in (0, 1, 2)]
+
+
+class Nothing(nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"layers": "conv*"}, "matches none of the 6 leaf modules"),
+        ({"kinds": "weights"}, "There is no kind 'weights'; there are 'output', 'grad_output'"),
+        ({"ring": "many"}, "is no size"),
+        ({"every": 0}, "every is 0"),
+        ({"clock": "loss"}, "There is no clock 'loss'"),
+        ({"store": "csv"}, "There is no store 'csv'"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_is_made(tmp_path, arguments, message):
+    with pytest.raises(hookrec.AttachError, match=message):
+        hookrec.attach(convolutional(), tmp_path / "a", **arguments)
+
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_existing_trace_or_file_is_not_overwritten(tmp_path):
+    model = convolutional()
+    hookrec.attach(model, tmp_path / "a", keep_free=0).detach()
+    (tmp_path / "file").write_text("mine")
+
+    with pytest.raises(hookrec.AttachError, match="holds a trace already"):
+        hookrec.attach(model, tmp_path / "a")
+    with pytest.raises(hookrec.AttachError, match="is a file"):
+        hookrec.attach(model, tmp_path / "file")
+
+
+def test_two_recorders_on_one_model_are_refused(tmp_path):
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0), pytest.raises(hookrec.AttachError, match="already"):
+        hookrec.attach(model, tmp_path / "b")
+
+
+def test_what_is_not_there_is_said_with_what_is(tmp_path):
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        train(model, SAMPLES[convolutional], 2)
+    trace = replay.open(tmp_path / "a")
+
+    with pytest.raises(replay.StepNotCommitted, match="no step 9; its last committed step is 1"):
+        trace.tensor(9, "0")
+    with pytest.raises(replay.NotRecorded, match=r"it has output \(call 0\), grad_output \(call 0\)"):
+        trace.tensor(1, "0", "grad_output", call=3)
+    with pytest.raises(replay.BadQuery, match="The columns are"):
+        trace.records(where="norm > 1")
+    with pytest.raises(replay.TraceNotFound, match="does not exist"):
+        replay.open(tmp_path / "b")
+
+
+def test_a_newer_version_is_refused_by_its_number(tmp_path):
+    hookrec.attach(convolutional(), tmp_path / "a", keep_free=0).detach()
+    file = tmp_path / "a/trace.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "version": 7}))
+
+    with pytest.raises(replay.TraceTooNew, match="version 7"):
+        replay.open(tmp_path / "a")
+
+
+def test_replay_brings_in_neither_torch_nor_hookrec():
+    code = "import sys, replay; print([m for m in ('torch', 'hookrec') if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_the_training_process_never_imports_replay(tmp_path):
+    (tmp_path / "replay.py").write_text("raise RuntimeError('the user has a module of this name')")
+    code = (
+        "import sys, torch, hookrec; m = torch.nn.Linear(2, 2)\n"
+        "with hookrec.attach(m, 'a', clock='manual', keep_free=0): m(torch.ones(1, 2))\n"
+        "assert 'replay' not in sys.modules"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
+    assert replay.open(Path(tmp_path) / "a").steps == [0]
