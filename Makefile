@@ -2,13 +2,18 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: test
+.PHONY: demo test
 
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py hookrec/native/capture.c
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt torch==2.13.0
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[torch,pandas,xarray]' pytest pytest-timeout tensorstore polars
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[torch,pandas,xarray]' pytest pytest-timeout tensorstore polars scikit-learn
 	touch $@
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -q
+
+demo: $(VENV)/ready
+	rm -rf runs/demo
+	$(VENV)/bin/python examples/digits.py runs/demo
+	$(VENV)/bin/replay info runs/demo/sigmoid
