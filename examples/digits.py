@@ -19,7 +19,9 @@ import replay
 STEPS = 60
 
 
-def train(model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, rec: "hookrec.Recorder | None" = None) -> float:
+def train(
+    model: nn.Module, x: torch.Tensor, y: torch.Tensor, steps: int, rec: "hookrec.Recorder | None" = None
+) -> float:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     seconds = []
     for step in range(steps):
@@ -42,11 +44,19 @@ def main() -> None:
     y = torch.tensor(digits.target)
     torch.manual_seed(0)
     convolutional = nn.Sequential(
-        *(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(inplace=True), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(inplace=True)),
+        *(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(inplace=True),
+        ),
         *(nn.Flatten(), nn.Linear(4096, 10)),
     )
     sigmoid = nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 64), *(m for _ in range(8) for m in (nn.Sigmoid(), nn.Linear(64, 64))), nn.Linear(64, 10)
+        nn.Flatten(),
+        nn.Linear(64, 64),
+        *(m for _ in range(8) for m in (nn.Sigmoid(), nn.Linear(64, 64))),
+        nn.Linear(64, 10),
     )
     for name, model in (("convolutional", convolutional), ("sigmoid", sigmoid)):
         bare = train(model, x, y, STEPS)
@@ -54,7 +64,9 @@ def main() -> None:
             recorded = train(model, x, y, STEPS, rec)
         trace = replay.open(out / name)
         loss = [row["value"] for row in trace.scalars().to_pylist() if row["name"] == "loss"]
-        print(f"\n{name}: {len(trace.steps)} steps, {len(trace.records())} records, loss {loss[0]:.3f} to {loss[-1]:.3f}")
+        print(
+            f"\n{name}: {len(trace.steps)} steps, {len(trace.records())} records, loss {loss[0]:.3f} to {loss[-1]:.3f}"
+        )
         print(f"  median step {bare * 1e3:.1f} ms bare, {recorded * 1e3:.1f} ms recorded")
         gradients = trace.select(kinds="grad_output").to_pandas().groupby("layer", sort=False)["l2"].median()
         print("  median l2 of the gradient, from the last layer to the first:")

@@ -22,6 +22,7 @@ from hookrec.statistics import NATIVE_DTYPES, STATISTICS, describe, load_native
 StreamKey = tuple[str, str, str, torch.dtype, torch.Size]
 """layer, kind, path, dtype, shape"""
 
+
 class Capture:
     """Writes records into the ring.
 
@@ -101,7 +102,9 @@ class Capture:
             self.seconds += time.perf_counter() - begin
             return bytes(ring.rows[begin_row + ROW.size : begin_row + ROW_BYTES])
 
-    def _record_by_torch(self, tensor: Tensor, offset: int, nbytes: int, row: int, code: int | None, address: int) -> None:
+    def _record_by_torch(
+        self, tensor: Tensor, offset: int, nbytes: int, row: int, code: int | None, address: int
+    ) -> None:
         with torch.no_grad():
             values = tensor.detach()
             if offset:

@@ -66,7 +66,9 @@ def layers_of(models: Mapping[str, nn.Module]) -> list[Layer]:
                 continue
             if any(_wraps(module, attribute) for attribute, _ in module.named_children()):
                 # A wrapper has the name of what it wraps, and is no layer of its own.
-                found[id(module)] = Layer(name, module, root, leaf=False, why_not="a wrapper: what it wraps is recorded")
+                found[id(module)] = Layer(
+                    name, module, root, leaf=False, why_not="a wrapper: what it wraps is recorded"
+                )
                 continue
             if name in taken:
                 name = f"{prefix}.{qualified}" if prefix else qualified
@@ -137,7 +139,9 @@ def _parameter(name: str, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return isinstance(module, _LEAVES_IN_EFFECT) or all(_why_not_called(module, name, "") for name, _ in module.named_children())
+    return isinstance(module, _LEAVES_IN_EFFECT) or all(
+        _why_not_called(module, name, "") for name, _ in module.named_children()
+    )
 
 
 def _why_not_called(parent: nn.Module, attribute: str, name: str) -> str | None:

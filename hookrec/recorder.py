@@ -193,7 +193,9 @@ def _as_models(model: nn.Module | Mapping[str, nn.Module]) -> Mapping[str, nn.Mo
         if all(isinstance(name, str) and name for name in model):
             return model
         raise AttachError(f"The models are named {list(model)!r}; each name must be a string that is not empty.")
-    raise AttachError(f"model is a {type(model).__qualname__}; it takes a torch.nn.Module, or a dict of name to module.")
+    raise AttachError(
+        f"model is a {type(model).__qualname__}; it takes a torch.nn.Module, or a dict of name to module."
+    )
 
 
 def _make_directories(path: Path, undo: contextlib.ExitStack) -> Path:

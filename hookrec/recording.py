@@ -39,7 +39,12 @@ class Recording:
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], layers: list[Layer], plan: Plan, clock: str | Optimizer, writer: WriterProcess
+        self,
+        models: Mapping[str, nn.Module],
+        layers: list[Layer],
+        plan: Plan,
+        clock: str | Optimizer,
+        writer: WriterProcess,
     ) -> None:
         self.step_number = 0
         self.active = True
@@ -47,9 +52,7 @@ class Recording:
         self._writer = writer
         self._ring = writer.ring
         self._capture = Capture(self._ring, plan)
-        self._hooks = Hooks(
-            layers, self, outputs="output" in plan.kinds, gradients="grad_output" in plan.kinds
-        )
+        self._hooks = Hooks(layers, self, outputs="output" in plan.kinds, gradients="grad_output" in plan.kinds)
         self._scalars: dict[str, float] = {}
         self._noted: set[tuple[str, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
@@ -86,7 +89,9 @@ class Recording:
         if (layer, note) not in self._noted:
             self._noted.add((layer, note))
             with self._capture.lock:
-                self._ring.facts.setdefault("notes", []).append({"step": self.step_number, "layer": layer, "note": note})
+                self._ring.facts.setdefault("notes", []).append(
+                    {"step": self.step_number, "layer": layer, "note": note}
+                )
 
     def fault(self, error: Exception) -> None:
         """End the recording because of an error of ours."""
@@ -198,7 +203,9 @@ class Recording:
             raise OSError("the trace can no longer be written; the disk may be full")
         if control.stop_tensors and not self._told_to_stop:
             self._told_to_stop = True
-            why = "the limit on the disk was reached" if control.stop_tensors == LIMIT else "tensors could not be written"
+            why = (
+                "the limit on the disk was reached" if control.stop_tensors == LIMIT else "tensors could not be written"
+            )
             warn(f"from step {self.step_number} on only statistics are recorded: {why}. See `replay info`.")
 
     # The end.

@@ -105,7 +105,8 @@ class Ring:
         self.size = max(-(-ring_bytes // PAGE) * PAGE, MINIMUM_BYTES)
         self.fd = os.memfd_create("hookrec-ring", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, PAGE + self.size)
-        self.map = mmap.mmap(self.fd, PAGE + self.size)
+        # Populated at once: a page of fresh memory costs more at its first touch than the copy into it.
+        self.map = mmap.mmap(self.fd, PAGE + self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.control = Control(memoryview(self.map))
         self._socket, self.writer_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._alive = writer_alive

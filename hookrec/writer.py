@@ -20,7 +20,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from hookrec.ring import KEPT, LIMIT, MESSAGE, PAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
+from hookrec.ring import KEPT, LIMIT, MESSAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
 from replay import format as trace_format
 from replay.format import STATISTICS, Locations, Stream
 from replay.log import LogWriter
@@ -181,7 +180,9 @@ class Writer:
         disk = os.statvfs(self._directory)
         if disk.f_bavail < self._plan["keep_free"] * disk.f_blocks:
             free = disk.f_bavail * disk.f_frsize / 1e9
-            self._stop_tensors(LIMIT, f"{free:.1f} GB are free on the disk, less than keep_free={self._plan['keep_free']}")
+            self._stop_tensors(
+                LIMIT, f"{free:.1f} GB are free on the disk, less than keep_free={self._plan['keep_free']}"
+            )
 
     def _stop_tensors(self, why: int, reason: object) -> None:
         if not self._control.stop_tensors:
@@ -219,7 +220,7 @@ def main(memory_fd: int, socket_fd: int) -> int:
     config = json.load(sys.stdin)
     connection = socket.socket(fileno=socket_fd)
     training = os.pidfd_open(config["pid"])
-    memory = memoryview(mmap.mmap(memory_fd, 0))
+    memory = memoryview(mmap.mmap(memory_fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
     directory = Path(config["directory"])
     _raise_file_limit()
     with contextlib.ExitStack() as stack:

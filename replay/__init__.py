@@ -1,9 +1,9 @@
 """Reads traces of PyTorch trainings, without torch.
 
-    import replay
+import replay
 
-    trace = replay.open("runs/a")
-    trace.tensor(step=120, layer="layer1.0.conv1", kind="grad_output")
+trace = replay.open("runs/a")
+trace.tensor(step=120, layer="layer1.0.conv1", kind="grad_output")
 """
 
 from replay.errors import BadQuery as BadQuery

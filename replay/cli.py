@@ -59,7 +59,13 @@ def info(trace: Path, as_json: bool) -> None:
         click.echo(json.dumps(facts, indent=1))
         return
     for name, value in facts.items():
-        values = value if isinstance(value, list) else [f"{k}: {v}" for k, v in value.items()] if isinstance(value, dict) else [value]
+        values = (
+            value
+            if isinstance(value, list)
+            else [f"{k}: {v}" for k, v in value.items()]
+            if isinstance(value, dict)
+            else [value]
+        )
         click.echo(f"{name:8} {', '.join(map(str, values)) if name not in ('silent', 'notes') else ''}".rstrip())
         for line in value if name in ("silent", "notes") else ():
             click.echo(f"         {line}")
@@ -82,7 +88,13 @@ def _cost(trace: replay.Trace) -> dict[str, float]:
 @click.option("--limit", default=40, show_default=True, help="Rows to print.")
 @_json
 def stats(
-    trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], step: int | None, where: str | None, limit: int, as_json: bool
+    trace: Path,
+    layers: tuple[str, ...],
+    kinds: tuple[str, ...],
+    step: int | None,
+    where: str | None,
+    limit: int,
+    as_json: bool,
 ) -> None:
     """Print records with their statistics, in the order of execution."""
     rows = replay.open(trace).records(layers or None, kinds or None, step, where).slice(0, limit).to_pylist()

@@ -229,7 +229,9 @@ class _Tail:
         except (pa.ArrowInvalid, OSError):
             return []  # the head is not there yet, or torn
         if not reader.schema.equals(RECORD_SCHEMA):
-            raise TraceDamaged(f"{self.path} is no commit log of format version {VERSION}: its columns are {reader.schema.names}.")
+            raise TraceDamaged(
+                f"{self.path} is no commit log of format version {VERSION}: its columns are {reader.schema.names}."
+            )
         if not self._head:
             self._head = data[: source.tell()]
             self.position = len(self._head)

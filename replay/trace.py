@@ -396,7 +396,9 @@ def _identity(path: Path) -> Mapping[str, Any]:
     if identity.get("format") != FORMAT or not isinstance(version, int):
         raise TraceDamaged(f"{path / TRACE_FILE} does not say that it is a {FORMAT}, or which version.")
     if version > VERSION:
-        raise TraceTooNew(f"{path} has version {version} of the format; this replay reads up to {VERSION}. Upgrade hookrec.")
+        raise TraceTooNew(
+            f"{path} has version {version} of the format; this replay reads up to {VERSION}. Upgrade hookrec."
+        )
     return identity
 
 

@@ -144,7 +144,9 @@ class ZarrReader:
             except OSError as error:
                 raise TraceDamaged(f"{path} cannot be read: {error}. `replay verify` lists what is damaged.") from error
             if got != len(part):
-                raise TraceDamaged(f"{path} is too short: {len(part)} bytes were committed at {int(offsets[start])}, {got} are there.")
+                raise TraceDamaged(
+                    f"{path} is too short: {len(part)} bytes were committed at {int(offsets[start])}, {got} are there."
+                )
         return out
 
     def close(self) -> None:
