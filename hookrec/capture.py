@@ -91,12 +91,12 @@ class Capture:
             address = self._statistics_address + row * ROW_BYTES
             if self._native is not None and code is not None and tensor.is_cpu and is_plain(tensor):
                 destination = self._memory_address + offset if offset else None
-                self._native(tensor.data_ptr(), destination, tensor.numel(), code, address)
+                checksum = self._native(tensor.data_ptr(), destination, tensor.numel(), code, address, offset != 0)
             else:
-                self._record_by_torch(tensor, offset, nbytes, row, code, address)
+                checksum = self._record_by_torch(tensor, offset, nbytes, row, code, address)
             begin_row = row * ROW_BYTES
             step, number, micro, mode = call
-            ROW.pack_into(ring.rows, begin_row, step, stream, number, micro, mode, kept, 0, offset, nbytes)
+            ROW.pack_into(ring.rows, begin_row, step, stream, number, micro, mode, kept, 0, offset, nbytes, checksum)
             ring.count = row + 1
             self.records += 1
             self.seconds += time.perf_counter() - begin
@@ -104,20 +104,21 @@ class Capture:
 
     def _record_by_torch(
         self, tensor: Tensor, offset: int, nbytes: int, row: int, code: int | None, address: int
-    ) -> None:
+    ) -> int:
+        """Copy what is not contiguous, or not on the CPU, and describe the copy; return its checksum or -1."""
         with torch.no_grad():
             values = tensor.detach()
             if offset:
                 place = self._memory[offset : offset + nbytes].view(tensor.dtype).view(tensor.shape)
-                place.copy_(values)
-                values = place
+                values = place.copy_(values)
             elif self._native is not None and code is not None:
                 values = values.cpu().resolve_conj().resolve_neg().contiguous()
             if self._native is not None and code is not None and values.numel():
-                self._native(values.data_ptr(), None, values.numel(), code, address)
-            else:
-                begin = row * ROW_BYTES + ROW.size
-                self._ring.rows[begin : begin + STATISTICS.size] = describe(values)
+                checksum: int = self._native(values.data_ptr(), None, values.numel(), code, address, offset != 0)
+                return checksum
+            begin = row * ROW_BYTES + ROW.size
+            self._ring.rows[begin : begin + STATISTICS.size] = describe(values)
+            return -1
 
     def fingerprint(self, tensor: Tensor) -> bytes:
         """Return the statistics of a tensor, by which a recomputed value is told from others."""

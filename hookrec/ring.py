@@ -30,8 +30,8 @@ DIRECT_BYTES = 65_536
 """Tensors from this size on begin on page borders, as direct I/O demands."""
 MINIMUM_BYTES = 1 << 20
 
-ROW = struct.Struct("<qiiiBBHqq")
-"""step, stream, call, micro, mode, kept, 0, offset in the shared memory, nbytes; the statistics follow."""
+ROW = struct.Struct("<qiiiBBHqqq")
+"""step, stream, call, micro, mode, kept, 0, offset in the shared memory, nbytes, CRC-32C or -1; the statistics follow."""
 STATISTICS_BYTES = 88
 ROW_BYTES = ROW.size + STATISTICS_BYTES
 

@@ -34,10 +34,11 @@ NATIVE_DTYPES: dict[torch.dtype, int] = {
 
 @functools.cache
 def load_native() -> Any:
-    """Return the kernel, `capture(source, destination, numel, dtype, statistics)`, or None if it was not built.
+    """Return the kernel, or None if it was not built.
 
-    The arguments are addresses and numbers; either of `destination` and `statistics` may be None. `HOOKREC_NATIVE=0` in the
-    environment stands for an installation without it.
+    `capture(source, destination, numel, dtype, statistics, with_checksum)` takes addresses and numbers; either of
+    `destination` and `statistics` may be None. It returns the CRC-32C of the bytes, or -1 if that was not asked for, or the
+    processor has no instruction for it. `HOOKREC_NATIVE=0` in the environment stands for an installation without it.
     """
     path = Path(__file__).with_name("native") / "libcapture.so"
     if os.environ.get("HOOKREC_NATIVE") == "0" or not path.exists():
@@ -46,8 +47,8 @@ def load_native() -> Any:
         capture = ctypes.CDLL(str(path)).hookrec_capture
     except (OSError, AttributeError):
         return None  # built for another machine
-    capture.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p]
-    capture.restype = None
+    capture.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
+    capture.restype = ctypes.c_int64
     return capture
 
 
@@ -66,7 +67,7 @@ def describe(tensor: Tensor, *, native: bool = True) -> bytes:
         if capture is not None and code is not None and values.is_cpu:
             values = values.resolve_neg().contiguous()
             out = ctypes.create_string_buffer(STATISTICS.size)
-            capture(values.data_ptr(), None, values.numel(), code, out)
+            capture(values.data_ptr(), None, values.numel(), code, out, 0)
             return out.raw
         return _describe_by_torch(values)
 

@@ -38,7 +38,7 @@ from replay.zarr_store import ZarrWriter, stride_of
 _ROW_DTYPE = np.dtype(
     [
         *(("step", "<i8"), ("stream", "<i4"), ("call", "<i4"), ("micro", "<i4"), ("mode", "u1"), ("kept", "u1")),
-        *(("unused", "<u2"), ("place", "<i8"), ("nbytes", "<i8")),
+        *(("unused", "<u2"), ("place", "<i8"), ("nbytes", "<i8"), ("checksum", "<i8")),
         *((name, "<i8") for name in STATISTICS[:5]),
         *((name, "<f8") for name in STATISTICS[5:]),
     ]
@@ -129,6 +129,7 @@ class Writer:
         kept_column = columns["kept"]
         store = self._store
         places, sizes, streams = rows["place"].tolist(), rows["nbytes"].tolist(), rows["stream"].tolist()
+        checksums = rows["checksum"].tolist()
         for i in np.flatnonzero(kept_column == KEPT).tolist():
             stream, place, nbytes = streams[i], places[i], sizes[i]
             if self._control.stop_tensors == STORE_FAILED or store is None:
@@ -145,7 +146,9 @@ class Writer:
                 self._stop_tensors(STORE_FAILED, error)
                 continue
             if nbytes:
-                crc_column[i] = google_crc32c.value(self._readable[place : place + nbytes])
+                # Mostly the kernel has it, which had the bytes in its cache; to read them here would cost the training memory bandwidth.
+                known = checksums[i]
+                crc_column[i] = known if known >= 0 else google_crc32c.value(self._readable[place : place + nbytes])
                 self._bytes += nbytes
         columns["nbytes"][kept_column != KEPT] = 0
         return columns

@@ -399,3 +399,41 @@ def test_the_training_process_never_imports_replay(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True)
     assert replay.open(Path(tmp_path) / "a").steps == [0]
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_checksums_of_the_kernel_and_of_the_writer_are_those_of_the_bytes(tmp_path, native):
+    """The sizes lie around the borders of the kernel's blocks and of the parts that its checksum interleaves."""
+    code = """
+import sys, torch, hookrec
+torch.manual_seed(0)
+model = torch.nn.ModuleDict({str(n): torch.nn.Identity() for n in map(int, sys.argv[2:])})
+with hookrec.attach(model, sys.argv[1], clock="manual", kinds="output", keep_free=0):
+    for name, layer in model.items():
+        layer(torch.randint(0, 256, (int(name),), dtype=torch.uint8))
+        layer(torch.randn(int(name), 2).t())
+"""
+    sizes = ["1", "7", "8", "1023", "1024", "1025", "4032", "4033", "100003"]
+    environment = {**os.environ, "HOOKREC_NATIVE": native}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "a"), *sizes], env=environment, check=True)
+
+    trace = replay.open(tmp_path / "a")
+    assert len(trace.records()) == 2 * len(sizes)
+    for size in sizes:
+        for call in (0, 1):
+            # tensor() compares what it reads with the checksum in the log, by another implementation of CRC-32C
+            trace.tensor(0, size, call=call)
+
+
+def test_a_flipped_bit_is_named_and_never_returned(tmp_path):
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        train(model, SAMPLES[convolutional], 2)
+    shard = next((tmp_path / "a/rank-00000/tensors.zarr/4/output/data/c").rglob("0/0"))
+    data = bytearray(shard.read_bytes())
+    data[5] ^= 16
+    shard.write_bytes(data)
+
+    with pytest.raises(replay.TraceDamaged, match="checksum differs"):
+        replay.open(tmp_path / "a").tensor(0, "4")
+    replay.open(tmp_path / "a").tensor(1, "4")
