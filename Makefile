@@ -2,12 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: demo test
+.PHONY: bench check demo test
 
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py hookrec/native/capture.c
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt torch==2.13.0
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[torch,pandas,xarray]' pytest pytest-timeout tensorstore polars scikit-learn
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[torch,pandas,xarray]' pytest pytest-timeout tensorstore polars scikit-learn ruff mypy pandas-stubs
 	touch $@
 
 test: $(VENV)/ready
@@ -17,3 +17,11 @@ demo: $(VENV)/ready
 	rm -rf runs/demo
 	$(VENV)/bin/python examples/digits.py runs/demo
 	$(VENV)/bin/replay info runs/demo/sigmoid
+
+check: $(VENV)/ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/ready
+	$(VENV)/bin/python -m benchmarks

@@ -1,7 +1,7 @@
 """Builds the native kernel when the package is built, by whatever C compiler there is.
 
-Where there is none, the package `ziglang` from PyPI, which is one, is asked for as a requirement of the build. If compiling fails all
-the same, the package is built without the kernel: plain torch operations take its place, slower.
+Where there is none, the package `ziglang` from PyPI, which is one, is asked for as a requirement of the build. If
+compiling fails all the same, the package is built without the kernel: plain torch operations take its place, slower.
 """
 
 import os

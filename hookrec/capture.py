@@ -1,8 +1,8 @@
 """How a tensor becomes a record: its bytes into the ring, its statistics into a row, before the model goes on.
 
 The copy must be finished when this returns: an in-place successor, an optimizer or a reused buffer changes the tensor
-next. For a contiguous tensor on the CPU copy and statistics are one pass of the native kernel. Everything else goes by torch: into
-the ring by `copy_`, which knows strides and devices, and the statistics are taken of the copy.
+next. For a contiguous tensor on the CPU copy and statistics are one pass of the native kernel. Everything else goes by
+torch: into the ring by `copy_`, which knows strides and devices, and the statistics are taken of the copy.
 
 Nothing here is differentiable, draws a random number or keeps a tensor of the model alive.
 """

@@ -22,8 +22,8 @@ class Clock:
 
     Args:
         models: the roots.
-        clock: "optimizer" for the first optimizer that steps and holds a parameter of the models, an optimizer, "forward" for
-            forward passes of the roots, or "manual".
+        clock: "optimizer" for the first optimizer that steps and holds a parameter of the models, an optimizer,
+            "forward" for forward passes of the roots, or "manual".
         tick: ends a step.
         begin_forward: is called before each forward pass of a root that is watched.
 
@@ -57,7 +57,8 @@ class Clock:
         """Count forward passes from 0 again.
 
         Args:
-            sampled: whether anybody wants to know. If not, no hook of ours is on the roots: torch.compile would trace it.
+            sampled: whether anybody wants to know. If not, no hook of ours is on the roots, which torch.compile
+                would trace.
         """
         self.forwards = [0] * len(self.forwards)
         if sampled or self._by_forward:

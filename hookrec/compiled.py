@@ -1,9 +1,10 @@
 """How compiled models are recorded: sampled steps run eagerly, the others stay compiled.
 
-Code that torch.compile has made does not call hooks that are put on later, and says nothing. With the stance "force_eager" the
-original Python runs instead, nothing is compiled, and nothing is compiled again afterwards. The stance lives in `torch._dynamo`, whose import
-takes a second and a hundred megabytes, which a training that does not compile must not pay: so it is set at once where dynamo is loaded,
-and otherwise as soon as somebody imports it.
+Code that torch.compile has made does not call hooks that are put on later, and says nothing. With the stance
+"force_eager" the original Python runs instead, nothing is compiled, and nothing is compiled again afterwards. The
+stance lives in `torch._dynamo`, whose import takes a second and a hundred megabytes, which a training that does not
+compile must not pay: so it is set at once where dynamo is loaded, and otherwise as soon as somebody
+imports it.
 """
 
 import importlib.abc

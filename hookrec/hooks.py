@@ -6,15 +6,17 @@ Outputs come from a forward hook. Gradients come from `Tensor.register_hook` on 
 
 A hook on a tensor has pitfalls of its own:
 
-* A Linear on 3-D input returns a view of its matrix product (MaxPool1d, Flatten and others do so too). An in-place successor
-  re-bases the history of a view, and a hook on it then never runs. The hook on its base does, so the gradient is cut out of the base's.
+* A Linear on 3-D input returns a view of its matrix product (MaxPool1d, Flatten and others do so too). An in-place
+  successor re-bases the history of a view, and a hook on it then never runs. The hook on its base does, so the gradient
+  is cut out of the base's.
 * A view whose base was changed behind its back has a stale `grad_fn`, and `register_hook` on it can crash
   the process (pytorch 196459). Reading `grad_fn` first refreshes it.
 * A hook on a tensor without history (a parameter, an input) stays for ever. Those are removed at the end of the step.
 * Activation checkpointing runs layers again inside the backward pass. That is no call. Where the first pass ran
   without grad (the reentrant kind) the gradients come only from the second, and belong to the call of the first.
 
-Closures hold names and numbers, never tensors: a hook that holds its tensor is a cycle that the garbage collector cannot see.
+Closures hold names and numbers, never tensors: a hook that holds its tensor is a cycle that the garbage collector
+cannot see.
 """
 
 import dataclasses
@@ -89,6 +91,7 @@ class HookedLayer(Uncopied):
         self.entered = (0, 0)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Report what the module returned, if it is the one that was hooked and no copy."""
         hooks = self.hooks
         if hooks is None or self.module() is not module:
             return
@@ -136,6 +139,7 @@ class Entry(Uncopied):
         self._layer = layer
 
     def __call__(self, module: nn.Module, args: Any) -> None:
+        """Note the time of entry."""
         self._layer.entered = (_thread(), _sequence_number())
 
 
@@ -153,6 +157,7 @@ class GradientHook:
         self._count = 0
 
     def __call__(self, gradient: Tensor | None) -> None:
+        """Report the gradient."""
         hooks = self._hooks
         if not hooks.alive or gradient is None:
             return
@@ -300,12 +305,12 @@ class Hooks:
                 continue
             # Reading grad_fn refreshes the history of a stale view; without that, register_hook may crash the process.
             if tensor.grad_fn is None:
-                self._tensor_handles.append(tensor.register_hook(GradientHook(self, layer, path, call)))
+                self._tensor_handles.append(_hook(tensor, GradientHook(self, layer, path, call)))
             elif not tensor._is_view() or not _can_cut(tensor):
-                tensor.register_hook(GradientHook(self, layer, path, call))
+                _hook(tensor, GradientHook(self, layer, path, call))
             elif _made_in_call(_base(tensor), layer) and sum(t._base is tensor._base for _, t in tensors) == 1:
                 base = _base(tensor)
-                base.register_hook(GradientHook(self, layer, path, call, _cutter(tensor, base)))
+                _hook(base, GradientHook(self, layer, path, call, _cutter(tensor, base)))
             else:
                 self._watch_shared_view(layer, path, tensor, call)
 
@@ -327,8 +332,8 @@ class Hooks:
             if changed and _graph_task() not in seen:
                 hook(cut(gradient))
 
-        tensor.register_hook(on_view)
-        base.register_hook(on_base)
+        _hook(tensor, on_view)
+        _hook(base, on_base)
 
 
 def flatten(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -375,6 +380,11 @@ def recordable(tensor: Tensor) -> Tensor | str:
     if tensor.is_meta:
         return "a meta tensor, which has no values"
     return tensor
+
+
+def _hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def _base(view: Tensor) -> Tensor:

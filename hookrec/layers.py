@@ -1,10 +1,11 @@
 """Which modules of a model are recorded, and under which names.
 
-A layer is a module by its qualified name. Wrappers (DistributedDataParallel, torch.compile, FSDP, checkpointing) put prefixes
-into names that the user never wrote; they are taken out, so that traces of a wrapped and of a bare model have the same layers.
+A layer is a module by its qualified name. Wrappers (DistributedDataParallel, torch.compile, FSDP, checkpointing) put
+prefixes into names that the user never wrote; they are taken out, so that traces of a wrapped and of a bare model have
+the same layers.
 
-A leaf module has no children. Some modules are leaves in effect, since their children are never called as modules: attention
-uses its `out_proj` as a bag of parameters, and a parametrized layer has its parametrizations as children.
+A leaf module has no children. Some modules are leaves in effect, since their children are never called as modules:
+attention uses its `out_proj` as a bag of parameters, and a parametrized layer has its parametrizations as children.
 """
 
 import difflib
@@ -109,7 +110,8 @@ def _no_match(glob: str, layers: list[Layer], candidates: list[Layer], *, contai
     names = [layer.name for layer in candidates]
     near = difflib.get_close_matches(glob, names, n=3, cutoff=0.4) or names[:3]
     what = "modules" if containers else "leaf modules"
-    return f"layers={glob!r} matches none of the {len(names)} {what}; there are, for example, {', '.join(map(repr, near))}."
+    examples = ", ".join(map(repr, near))
+    return f"layers={glob!r} matches none of the {len(names)} {what}; there are, for example, {examples}."
 
 
 def describe(layers: list[Layer], recorded: list[Layer]) -> dict[str, Any]:

@@ -210,7 +210,8 @@ def _make_directories(path: Path, undo: contextlib.ExitStack) -> Path:
     rank_directory = path / f"rank-{rank:05}"
     if rank_directory.exists() or (ranks == 1 and (path / "trace.json").exists()):
         raise AttachError(
-            f"{path} holds a trace already, and it is not overwritten. Choose another path, or remove that directory first."
+            f"{path} holds a trace already, and it is not overwritten. "
+            "Choose another path, or remove that directory first."
         )
     if ranks == 1 and path.exists() and any(path.iterdir()):
         raise AttachError(f"{path} is not empty and is no trace. Choose a new directory, such as {path / 'trace'}.")
@@ -245,7 +246,7 @@ def _rank() -> tuple[int, int]:
 def _identity() -> dict[str, Any]:
     return {
         "command": sys.orig_argv,
-        "cwd": os.getcwd(),
+        "cwd": str(Path.cwd()),
         "packages": {"torch": torch.__version__},
         "seed": torch.initial_seed(),
     }

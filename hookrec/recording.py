@@ -1,7 +1,8 @@
 """A recording under way: what happens at the end of a step, and when something of ours breaks.
 
-It ties the hooks and the clock to the ring. It is called from hooks, on the threads of the training, and starts no thread of its
-own. A fault of ours (disk full, writer gone, a bug) ends the recording with one warning, and the training goes on.
+It ties the hooks and the clock to the ring. It is called from hooks, on the threads of the training, and starts no
+thread of its own. A fault of ours (disk full, writer gone, a bug) ends the recording with one warning, and the training
+goes on.
 """
 
 import contextlib
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
+from hookrec.calls import Call
 from hookrec.capture import Capture
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
-from hookrec.hooks import Call, HookedLayer, Hooks
+from hookrec.hooks import HookedLayer, Hooks
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.plan import Plan
 from hookrec.ring import LIMIT
@@ -106,8 +108,8 @@ class Recording:
     def log(self, name: str, value: float) -> None:
         """Take a number of the step under way, or of the one that has just ended.
 
-        Most loops log the loss after the optimizer has stepped, which is after the end of the step. So until the next forward
-        pass a number belongs to the step that ended, unless that step has one of this name.
+        Most loops log the loss after the optimizer has stepped, which is after the end of the step. So until the next
+        forward pass a number belongs to the step that ended, unless that step has one of this name.
         """
         with self._capture.lock:
             if self._between and name not in self._logged:

@@ -1,4 +1,4 @@
-"""The way from the training process to the writer: tensors in a ring of shared memory, rows that describe them by a socket.
+"""The way from the training to the writer: tensors in a ring of shared memory, their rows through a socket.
 
 Writing from the training process is what makes recording dear: buffered writes burn a core in the page cache, and HDF5
 and zarr-python hold the GIL. So the training copies bytes into memory that it shares with a writer process, and
@@ -9,8 +9,8 @@ goes on. The memory is a `memfd`, not `/dev/shm`, which is 64 MB in a container.
 
 Positions in the ring count bytes since the beginning and never wrap; the place of a position is its remainder by
 the ring's size. The writer gives memory back by storing the position up to which it is done in the control page. So
-each number has one owner, and there is no lock between the processes. What was sent survives the sender: when the training
-is killed, the writer finds it in the socket and in the ring.
+each number has one owner, and there is no lock between the processes. What was sent survives the sender: when the
+training is killed, the writer finds it in the socket and in the ring.
 
 Both processes read this file, so it imports neither torch nor replay.
 """
@@ -31,7 +31,7 @@ DIRECT_BYTES = 65_536
 MINIMUM_BYTES = 1 << 20
 
 ROW = struct.Struct("<qiiiBBHqqq")
-"""step, stream, call, micro, mode, kept, 0, offset in the shared memory, nbytes, CRC-32C or -1; the statistics follow."""
+"""step, stream, call, micro, mode, kept, 0, offset in the memory, nbytes, CRC-32C or -1; the statistics follow."""
 STATISTICS_BYTES = 88
 ROW_BYTES = ROW.size + STATISTICS_BYTES
 
@@ -200,7 +200,8 @@ class Ring:
         begin = time.perf_counter()
         while data:
             try:
-                # Without MSG_NOSIGNAL a script that has set SIGPIPE to its default would be killed by our writer's death.
+                # Without MSG_NOSIGNAL a script that has set SIGPIPE to its default would be killed by our writer's
+                # death.
                 data = data[self._socket.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) :]
             except BlockingIOError:
                 self._check_alive(begin)

@@ -1,8 +1,8 @@
 """How the writer process finds our packages and nobody else's.
 
-It runs in the environment of the training, whose folders may hold a `replay.py` or a `schemas.py` of the user's. `python -P`
-keeps the current folder out of the path, but `PYTHONPATH` stays; so the two packages are loaded by their places, next to
-this file, before anything is imported by name.
+It runs in the environment of the training, whose folders may hold a `replay.py` or a `schemas.py` of the user's.
+`python -P` keeps the current folder out of the path, but `PYTHONPATH` stays; so the two packages are loaded by their
+places, next to this file, before anything is imported by name.
 """
 
 import importlib.util

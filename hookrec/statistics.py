@@ -1,11 +1,13 @@
 """What is counted of a tensor, in which precision.
 
-Eleven numbers describe a record: how many elements there are, how many of them are NaN, +inf, -inf and zero, and of the finite ones the extremes, mean,
-population standard deviation and l2 norm. Sums run in float64 about a shift, so a small spread about a large mean is not
-lost, and squares of half-precision values do not overflow. Integers go through float64, and are exact up to 2^53.
+Eleven numbers describe a record: how many elements there are, how many of them are NaN, +inf, -inf and zero, and of the
+finite ones the extremes, mean, population standard deviation and l2 norm. Sums run in float64 about a shift, so a small
+spread about a large mean is not lost, and squares of half-precision values do not overflow. Integers go through
+float64, and are exact up to 2^53.
 
-There are two ways to the same numbers. For tensors on the CPU the native kernel makes them in one pass (`native/capture.c`);
-`describe` has plain torch operations for every other device and dtype, and for an installation without the kernel.
+There are two ways to the same numbers. For tensors on the CPU the native kernel makes them in one pass
+(`native/capture.c`); `describe` has plain torch operations for every other device and dtype, and for an installation
+without the kernel.
 """
 
 import ctypes
@@ -37,8 +39,9 @@ def load_native() -> Any:
     """Return the kernel, or None if it was not built.
 
     `capture(source, destination, numel, dtype, statistics, with_checksum)` takes addresses and numbers; either of
-    `destination` and `statistics` may be None. It returns the CRC-32C of the bytes, or -1 if that was not asked for, or the
-    processor has no instruction for it. `HOOKREC_NATIVE=0` in the environment stands for an installation without it.
+    `destination` and `statistics` may be None. It returns the CRC-32C of the bytes, or -1 if that was not asked for, or
+    the processor has no instruction for it. `HOOKREC_NATIVE=0` in the environment stands for an installation without
+    it.
     """
     path = Path(__file__).with_name("native") / "libcapture.so"
     if os.environ.get("HOOKREC_NATIVE") == "0" or not path.exists():
@@ -47,7 +50,14 @@ def load_native() -> Any:
         capture = ctypes.CDLL(str(path)).hookrec_capture
     except (OSError, AttributeError):
         return None  # built for another machine
-    capture.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32]
+    capture.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.c_int32,
+    ]
     capture.restype = ctypes.c_int64
     return capture
 

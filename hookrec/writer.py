@@ -1,8 +1,8 @@
 """The writer process: takes what a training sends, writes tensors, then commits the step.
 
 It is a process of its own so that writing costs the training neither its GIL nor a page cache, and so that there is
-somebody left when the training is killed: it then takes what is still in the socket and the ring, commits the steps that
-are whole and seals the trace. It never imports torch.
+somebody left when the training is killed: it then takes what is still in the socket and the ring, commits the steps
+that are whole and seals the trace. It never imports torch.
 """
 
 import contextlib
@@ -48,8 +48,8 @@ assert _ROW_DTYPE.itemsize == ROW_BYTES
 assert _ROW_DTYPE.fields is not None
 assert _ROW_DTYPE.fields["numel"][1] == ROW.size
 
-# To be woken by each small step takes a core from the training in the middle of it, 25 µs a record on a small net. So the
-# writer rests when it has caught up, and then takes several steps at once. The ring holds what comes meanwhile.
+# To be woken by each small step takes a core from the training in the middle of it, 25 µs a record on a small net. So
+# the writer rests when it has caught up, and then takes several steps at once. The ring holds what comes meanwhile.
 _REST_S = 0.01
 
 _ENVIRONMENT = ("CUDA_", "CUBLAS_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "SLURM_JOB_ID", "RANK", "WORLD_SIZE")
@@ -151,7 +151,8 @@ class Writer:
                 self._stop_tensors(STORE_FAILED, error)
                 continue
             if nbytes:
-                # Mostly the kernel has it, which had the bytes in its cache; to read them here would cost the training memory bandwidth.
+                # Mostly the kernel has it, which had the bytes in its cache; to read them here would cost the training
+                # memory bandwidth.
                 known = checksums[i]
                 crc_column[i] = known if known >= 0 else google_crc32c.value(self._readable[place : place + nbytes])
                 self._bytes += nbytes

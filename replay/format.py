@@ -85,7 +85,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     if name in _ML_NAMES:
         import ml_dtypes
 
-        return np.dtype(getattr(ml_dtypes, name))
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return dtype
     raise TraceDamaged(f"The trace names a dtype {name!r} that format version {VERSION} does not have.")
 
 

@@ -24,7 +24,8 @@ COMPACT_ROWS = 1 << 17
 _CHECKSUM = b"hookrec:crc32c"
 _SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
 
-# Statistics seldom repeat, so a dictionary of them is larger than they are. Split by significance, their bytes compress.
+# Statistics seldom repeat, so a dictionary of them is larger than they are. Split by significance, their bytes
+# compress.
 _SPLIT = [field.name for field in RECORD_SCHEMA if pa.types.is_floating(field.type)]
 _DICTIONARY = ["stream", "call", "micro", "mode", "kept", "nbytes", "numel", "n_nan", "n_posinf", "n_neginf"]
 
@@ -162,7 +163,8 @@ class Log:
 
     def refresh(self) -> Self:
         """Look for commits that came since the last look."""
-        # A segment is compacted under our feet now and then: its number is then among the Parquet files at the next look.
+        # A segment is compacted under our feet now and then: its number is then among the Parquet files at the next
+        # look.
         segments = _segments(self._directory)
         self._sealed = {number: path for number, path in sorted(segments.items()) if path.suffix == ".parquet"}
         number = max(segments, default=-1)
@@ -206,7 +208,7 @@ class Log:
         """How many records are committed."""
         import pyarrow.parquet as pq
 
-        sealed = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
+        sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
         return sealed + sum(len(batch) for batch in self._batches)
 
 

@@ -1,4 +1,4 @@
-"""How a rank's part of a trace is finished: everything is derived from the log, so it can be done by anybody, at any time, again.
+"""How a rank's part of a trace is finished: all is derived from the log, so anybody can do it, at any time, again.
 
 The writer seals what it wrote when the training ends, and whoever finds a trace whose writer is gone seals it from
 the same log. There is one way to seal, and it never needs to know what the writer knew.

@@ -1,13 +1,13 @@
 """A trace as its reader sees it: ranks joined, records found by step, layer, kind and call.
 
-Records are rows of the commit log, which names streams by number; layer, kind, path and dtype come from the table of streams as
-dictionary-encoded columns, so that no string is copied. Where a tensor lies is looked up once a stream.
+Records are rows of the commit log, which names streams by number; layer, kind, path and dtype come from the table of
+streams as dictionary-encoded columns, so that no string is copied. Where a tensor lies is looked up once a stream.
 """
 
 import difflib
 import fnmatch
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -147,7 +147,7 @@ class Trace:
                 entry = json.loads(line)
                 for name, value in entry["values"].items():
                     rows.append((number, entry["step"], entry["time"], name, float(value)))
-        columns = list(zip(*rows, strict=True)) or [[]] * 5
+        columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 5
         types = (pa.int32(), pa.int64(), pa.float64(), pa.string(), pa.float64())
         names = ["rank", "step", "time", "name", "value"]
         return pa.table([pa.array(c, t) for c, t in zip(columns, types, strict=True)], names=names)
@@ -195,7 +195,8 @@ class Trace:
         data = part.store.read(stream, places.row[at : at + 1], places.offset[at : at + 1])
         if len(data) and google_crc32c.value(bytes(data)) != places.crc32c[at]:
             raise TraceDamaged(
-                f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: its checksum differs."
+                f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: "
+                "its checksum differs."
             )
         return np.frombuffer(data, numpy_dtype(stream.dtype)).reshape(stream.shape)
 
@@ -216,7 +217,8 @@ class Trace:
             near = difflib.get_close_matches(layer, self.layers, n=3, cutoff=0.3) or self.layers[:3]
             have = f"there are layers such as {', '.join(map(repr, near))}"
         return NotRecorded(
-            f"Step {step} of {self.path} has no {wanted}; {have}. Run `replay ls {self.path}` to list what is there."
+            f"Step {step} of {self.path} has no {wanted}; {have}. "
+            f"Run `replay stats {self.path} --step {step}` to list what is there."
         )
 
     def records(
@@ -383,11 +385,11 @@ class _Rank:
         raise TraceDamaged("The trace has no rank directory; recording did not begin.")
 
 
-def _identity(path: Path) -> Mapping[str, Any]:
+def _identity(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
         raise TraceNotFound(f"{path} {what}. A trace is the directory that was given to hookrec.attach().")
-    identity = _json(path / TRACE_FILE)
+    identity: dict[str, Any] | None = _json(path / TRACE_FILE)
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
         hint = f" There are traces inside: {', '.join(inside[:5])}." if inside else ""

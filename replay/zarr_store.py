@@ -8,6 +8,7 @@ would cost the training a core. Small ones go through the page cache, which gath
 
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import struct
@@ -71,7 +72,8 @@ class ZarrWriter:
 
         Args:
             stream_id: a stream that was added.
-            data: the bytes, in memory aligned to pages if they go by direct I/O, followed there by padding up to `stride_of(nbytes)`.
+            data: the bytes, in memory aligned to pages if they go by direct I/O, followed there by padding up to
+                `stride_of(nbytes)`.
             nbytes: bytes of the record.
 
         Returns:
@@ -136,13 +138,15 @@ class ZarrReader:
         # Rows that follow each other without a gap, in one shard, are read at once.
         breaks = np.flatnonzero((np.diff(offsets) != nbytes) | (np.diff(shards) != 0)) + 1
         starts = [0, *breaks.tolist(), len(rows)]
-        for start, end in zip(starts[:-1], starts[1:], strict=True):
+        for start, end in itertools.pairwise(starts):
             path = layout.shard_path(int(shards[start]))
             part = view[start * nbytes : end * nbytes]
             try:
                 got = self._files.read(path, part, int(offsets[start]))
             except OSError as error:
-                raise TraceDamaged(f"{path} cannot be read: {error}. `replay verify` lists what is damaged.") from error
+                raise TraceDamaged(
+                    f"{path} cannot be read: {error}. The records of other files can still be read."
+                ) from error
             if got != len(part):
                 raise TraceDamaged(
                     f"{path} is too short: {len(part)} bytes were committed at {int(offsets[start])}, {got} are there."
@@ -162,7 +166,9 @@ def seal_stream(
     Args:
         root: the store.
         stream: the stream.
-        step: shape `(rows,)`, the step of each row; `call` and `micro` likewise.
+        step: shape `(rows,)`, the step of each row.
+        call: shape `(rows,)`, its call.
+        micro: shape `(rows,)`, which forward pass of the root it was in.
     """
     group = root / _location(stream)
     layout = _Appending(stream, len(step), group / "data")
@@ -173,8 +179,12 @@ def seal_stream(
             count = min(layout.shard_rows, len(step) - shard * layout.shard_rows)
             if path.exists():
                 _finish_shard(path, count, layout)
-    names = {"step": (step, "int64"), "call": (call, "int32"), "micro": (micro, "int32")}
-    for name, (values, dtype) in names.items():
+    coordinates: dict[str, tuple[NDArray[Any], str]] = {
+        "step": (step, "int64"),
+        "call": (call, "int32"),
+        "micro": (micro, "int32"),
+    }
+    for name, (values, dtype) in coordinates.items():
         _write_coordinate(group, name, values.astype(f"<{dtype[0]}{int(dtype[3:]) // 8}"), dtype, one_row_a_step)
     _write_array(group, stream, len(step), one_row_a_step=one_row_a_step)
 

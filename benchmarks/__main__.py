@@ -1,0 +1,77 @@
+"""Print what recording costs: `python -m benchmarks [WORKLOAD ...]`.
+
+Each round measures a block of bare steps, of recorded ones and of bare ones again; a round's ratio is recorded to the
+mean of its two bare blocks. What is printed are medians over rounds, of medians over steps.
+"""
+
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hookrec
+from benchmarks.workloads import RECORDS, STEPS, WORKLOADS, train_step
+
+ROUNDS = 5
+MODES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "statistics": {"tensors": False},
+    "not sampled": {"every": 1_000_000},
+}
+
+
+def _block(workload: str, loss: Any, optimizer: Any) -> float:
+    warm = 5
+    times = []
+    for _ in range(STEPS[workload] + warm):
+        begin = time.perf_counter()
+        train_step(loss, optimizer)
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[warm:])
+
+
+def _measure(workload: str, options: dict[str, Any]) -> tuple[float, float, float]:
+    """Return seconds of a bare and of a recorded step, and the ratio."""
+    bares, recordeds, ratios = [], [], []
+    for _ in range(ROUNDS):
+        model, loss = WORKLOADS[workload]()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        before = _block(workload, loss, optimizer)
+        directory = Path(tempfile.mkdtemp(dir="."))
+        try:
+            with hookrec.attach(model, directory / "trace", keep_free=0, **options):
+                recorded = _block(workload, loss, optimizer)
+        finally:
+            shutil.rmtree(directory)
+        bare = (before + _block(workload, loss, optimizer)) / 2
+        bares.append(bare)
+        recordeds.append(recorded)
+        ratios.append(recorded / bare)
+    return statistics.median(bares), statistics.median(recordeds), statistics.median(ratios)
+
+
+def main() -> None:
+    """Print a table."""
+    wanted = sys.argv[1:] or list(WORKLOADS)
+    unknown = [name for name in wanted if name not in WORKLOADS]
+    if unknown:
+        sys.exit(f"There is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}.")
+    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(f"{'workload':9} {'mode':12} {'bare ms':>9} {'recorded':>9} {'ratio':>6} {'us/record':>9}")
+    for workload in wanted:
+        for mode, options in MODES.items():
+            bare, recorded, ratio = _measure(workload, options)
+            each = (recorded - bare) / RECORDS[workload] * 1e6
+            print(
+                f"{workload:9} {mode:12} {bare * 1e3:9.2f} {recorded * 1e3:9.2f} {ratio:6.3f} {each:9.1f}", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
