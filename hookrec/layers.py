@@ -53,7 +53,12 @@ def layers_of(models: Mapping[str, nn.Module]) -> list[Layer]:
             modules[qualified] = module
             reason = None
             if qualified:
-                parent, _, attribute = qualified.rpartition(".")
+                parent = qualified.rpartition(".")[0]
+                while (
+                    parent not in names
+                ):  # a name with a dot in it: PyTorch forbids it, and the dictionary of modules takes it
+                    parent = parent.rpartition(".")[0]
+                attribute = qualified[len(parent) + 1 :] if parent else qualified
                 above = names[parent]
                 names[qualified] = (
                     above if _wraps(modules[parent], attribute) else f"{above}.{attribute}" if above else attribute

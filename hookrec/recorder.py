@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import os
 import sys
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -115,7 +114,7 @@ class Recorder:
             writer.wait()
             raise
         self._waited = False
-        self._at_exit = _AtExit(self)
+        # This also keeps a recorder alive that nobody holds: hookrec.attach(model, path) as a line of its own records.
         atexit.register(self._at_exit)
 
     def __enter__(self) -> Self:
@@ -167,23 +166,14 @@ class Recorder:
             self._recording.wait()
             self._waited = True
 
+    def _at_exit(self) -> None:
+        self._detach(getattr(sys, "last_value", None))
+
     def _check_attached(self, what: str) -> None:
         if self._waited:
             raise DetachedError(
                 f"{what}() after detach(): the trace at {self.path} is finished. attach() again, to another path."
             )
-
-
-class _AtExit:
-    """Detaches when the interpreter ends; does not keep the recorder alive until then."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = weakref.ref(recorder)
-
-    def __call__(self) -> None:
-        recorder = self._recorder()
-        if recorder is not None:
-            recorder._detach(getattr(sys, "last_value", None))
 
 
 def _as_models(model: nn.Module | Mapping[str, nn.Module]) -> Mapping[str, nn.Module]:

@@ -23,7 +23,7 @@ from hookrec.errors import AttachError, warn
 from hookrec.hooks import HookedLayer, Hooks
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.plan import Plan
-from hookrec.ring import LIMIT
+from hookrec.ring import LIMIT, WriterGone
 from hookrec.writer_process import WriterProcess
 
 _recordings: "weakref.WeakSet[Recording]" = weakref.WeakSet()
@@ -50,6 +50,7 @@ class Recording:
     ) -> None:
         self.step_number = 0
         self.active = True
+        self._failed = False
         self._plan = plan
         self._writer = writer
         self._ring = writer.ring
@@ -98,10 +99,15 @@ class Recording:
     def fault(self, error: Exception) -> None:
         """End the recording because of an error of ours."""
         if self.active:
-            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            words = "" if self._writer.is_alive() else f" (the writer's last words: {self._writer.last_words()})"
-            self.end("failed", said + words)
-            warn(f"recording has stopped at step {self.step_number}, the training goes on. {said}{words}")
+            if self._ring.control.failed:
+                why = "The trace can no longer be written; the disk may be full. What was committed before is there."
+            else:
+                why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                if not self._writer.is_alive():
+                    why += f" (the writer's last words: {self._writer.last_words()})"
+            self._failed = True
+            self.end("failed", why)
+            warn(f"recording has stopped at step {self.step_number}, the training goes on. {why}")
 
     # Steps.
 
@@ -202,7 +208,7 @@ class Recording:
         """Warn once of what the writer has to say."""
         control = self._ring.control
         if control.failed:
-            raise OSError("the trace can no longer be written; the disk may be full")
+            raise WriterGone
         if control.stop_tensors and not self._told_to_stop:
             self._told_to_stop = True
             why = (
@@ -230,7 +236,7 @@ class Recording:
     def wait(self) -> None:
         """Wait until the writer has sealed the trace."""
         status = self._writer.wait()
-        if status != 0:
+        if status != 0 and not self._failed:
             warn(f"the writer process ended with status {status}; `replay info` shows what is there.")
 
     def forget(self) -> None:

@@ -184,7 +184,9 @@ class Writer:
 
     def _check_limits(self) -> None:
         if self._bytes > self._plan["max_bytes"]:
-            self._stop_tensors(LIMIT, f"{self._bytes / 1e9:.1f} GB of tensors are recorded (max_bytes)")
+            self._stop_tensors(
+                LIMIT, f"{self._bytes:,} bytes of tensors are recorded, more than max_bytes={self._plan['max_bytes']:,}"
+            )
             return
         disk = os.statvfs(self._directory)
         if disk.f_bavail < self._plan["keep_free"] * disk.f_blocks:
@@ -251,7 +253,11 @@ def main(memory_fd: int, socket_fd: int) -> int:
             Control(memory).failed = True
             writer.end = {"how": "failed", "detail": f"the trace could not be written: {error}", "books": {}}
         connection.close()
-        writer.finish()
+        try:
+            writer.finish()
+        except OSError as error:
+            print(f"the trace could not be sealed: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -197,6 +197,8 @@ def escape(name: str) -> str:
     """Return `name` as one component of a path, as section 5 of the format says."""
     if not name:
         return "%root"
+    if name == "zarr.json":
+        return "zarr%2Ejson"  # the file that each group of the store has
     # Surrogates can stand in Python strings, not in UTF-8 proper; they are kept apart, not refused.
     raw = name.encode("utf-8", "surrogatepass")
     escaped = _UNSAFE.sub(lambda match: b"%%%02X" % match[0][0], raw)

@@ -1,0 +1,249 @@
+"""What goes wrong around a recording costs at most the recording, and never a committed step or a wrong value."""
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import hookrec
+import replay
+
+
+def net(width: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(inplace=True), nn.Linear(width, 8))
+
+
+def train(model: nn.Module, steps: int, width: int = 64) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.full((32, width), float(step))).sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ended(path) -> replay.Trace:
+    """Open a trace once its writer is done."""
+    deadline = time.monotonic() + 20
+    while (trace := replay.open(path)).status == "live" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return trace
+
+
+def writer_of(recorder: hookrec.Recorder) -> subprocess.Popen:
+    return recorder._recording._writer._process
+
+
+def test_a_ring_that_is_full_drops_whole_steps_and_says_so(tmp_path):
+    model = net(512)
+    with hookrec.attach(model, tmp_path / "a", ring="1MiB", when_full="skip", keep_free=0) as recorder:
+        writer_of(recorder).send_signal(signal.SIGSTOP)
+        train(model, 12, 512)
+        writer_of(recorder).send_signal(signal.SIGCONT)
+        time.sleep(0.5)
+        train(model, 1, 512)
+
+    trace = replay.open(tmp_path / "a")
+    kept = [set(trace.records(steps=step)["kept"].to_pylist()) for step in trace.steps]
+    assert len(trace.records()) == 13 * 6
+    assert kept[0] == kept[12] == {True}
+    assert {False} in kept
+    assert {True, False} not in kept
+    with pytest.raises(replay.NotRecorded, match="the ring was full"):
+        trace.tensor(kept.index({False}), "0")
+    assert np.all(trace.tensor(12, "2", "grad_output") == 1)
+
+
+@pytest.mark.parametrize("limit", [{"max_bytes": 50_000}, {"keep_free": 0.999}])
+def test_past_a_limit_statistics_go_on(tmp_path, limit):
+    model = net()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with hookrec.attach(model, tmp_path / "a", **{"keep_free": 0, **limit}):
+            for _ in range(10):
+                train(model, 1)
+                time.sleep(0.03)
+
+    trace = replay.open(tmp_path / "a")
+    assert len(trace.records()) == 60
+    assert not any(trace.records(steps=9)["kept"].to_pylist())
+    assert len(warned) == 1
+    assert "only statistics" in str(warned[0].message)
+    assert "from here on statistics only" in trace.notes[0]["note"]
+
+
+def test_a_file_that_cannot_grow_ends_the_recording_and_not_the_training(tmp_path):
+    bare = train(net(), 400)
+    model = net()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        recorder = hookrec.attach(model, tmp_path / "a", keep_free=0)
+        # As on a full disk, the writer's writes fail from here on.
+        resource.prlimit(writer_of(recorder).pid, resource.RLIMIT_FSIZE, (600_000, 600_000))
+        losses = train(model, 400)
+        recorder.detach()
+
+    assert losses == bare
+    messages = [str(warning.message) for warning in warned]
+    assert 1 <= len(messages) <= 2, messages
+    assert "only statistics" in messages[0] or "the training goes on" in messages[0]
+    trace = ended(tmp_path / "a")
+    assert trace.steps == list(range(len(trace.steps)))
+    assert len(trace.steps) > 20
+    record = trace.records(where="kept").to_pylist()[-1]
+    trace.tensor(record["step"], record["layer"], record["kind"])
+
+
+def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_path):
+    model = net()
+    recorder = hookrec.attach(model, tmp_path / "a", keep_free=0)
+    train(model, 20)
+    time.sleep(0.5)
+    writer_of(recorder).kill()
+    writer_of(recorder).wait()
+    with pytest.warns(hookrec.HookrecWarning):
+        recorder.detach()
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.status == "torn"
+    assert trace.steps == list(range(20))
+    assert np.all(trace.tensor(19, "2", "grad_output") == 1)
+    log = next((tmp_path / "a/rank-00000").glob("*.arrows"))
+    data = log.read_bytes()
+    for cut in range(1, 2000, 97):
+        log.write_bytes(data[:-cut])
+        assert replay.open(tmp_path / "a").steps == list(range(19))
+
+
+def test_a_forked_child_neither_records_nor_ends_the_recording(tmp_path):
+    code = """
+import os, sys, hookrec
+sys.path.insert(0, sys.argv[2])
+from test_faults import net, train
+model = net()
+hookrec.attach(model, sys.argv[1], keep_free=0)
+train(model, 1)
+child = os.fork()
+train(model, 2)
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    arguments = [str(tmp_path / "a"), os.path.dirname(__file__)]  # noqa: PTH120
+    command = [sys.executable, "-W", "error", "-W", "ignore::DeprecationWarning", "-c", code, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True)
+
+    assert (result.returncode, result.stderr) == (0, "")
+    trace = ended(tmp_path / "a")
+    assert trace.endings[0]["how"] == "detached"
+    assert len(trace.records()) == 3 * 6
+
+
+@pytest.mark.parametrize(
+    ("last", "how"),
+    [("", "detached"), ("raise ValueError('x')", "exception"), ("os._exit(3)", "died"), ("os.abort()", "died")],
+)
+def test_a_recorder_that_nobody_holds_says_how_the_script_ended(tmp_path, last, how):
+    code = f"""
+import os, sys, hookrec
+sys.path.insert(0, sys.argv[2])
+from test_faults import net, train
+model = net()
+hookrec.attach(model, sys.argv[1], keep_free=0)
+train(model, 3)
+{last}
+"""
+    arguments = [str(tmp_path / "a"), os.path.dirname(__file__)]  # noqa: PTH120
+    subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True)
+
+    trace = ended(tmp_path / "a")
+    assert trace.endings[0]["how"] == how
+    assert trace.steps == [0, 1, 2]
+
+
+def test_interrupts_at_any_moment_leave_whole_records(tmp_path):
+    model = net(256)
+    recorder = hookrec.attach(model, tmp_path / "a", ring="1MiB", keep_free=0)
+    for delay in range(6):
+        timer = threading.Timer(0.05 + 0.013 * delay, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            train(model, 10**9, 256)
+        timer.join()
+    recorder.detach()
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.status == "sealed"
+    for record in trace.records().to_pylist()[::17]:
+        trace.tensor(record["step"], record["layer"], record["kind"], call=record["call"])
+
+
+def test_any_name_of_a_module_is_a_layer(tmp_path):
+    names = ["a/b", "层", "x" * 300, "zarr.json", "%root", "a|b", " sp ", "A", "a", "__x", "con", "data"]
+    model = nn.Module()
+    for name in names:
+        model._modules[name] = nn.Identity()
+    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0):
+        for number, layer in enumerate(model._modules.values()):
+            assert layer is not None
+            layer(torch.tensor(number))
+
+    trace = replay.open(tmp_path / "a")
+    assert [int(trace.tensor(0, name)) for name in names] == list(range(len(names)))
+
+
+def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path):
+    odd = [
+        torch.empty(0, 3),
+        torch.tensor(float("nan")),
+        torch.arange(12.0).view(3, 4).t().expand(2, 4, 3),
+        torch.arange(5).to(torch.complex64).mul(1j).conj(),
+        torch.arange(3).to(torch.complex64).mul(1j).conj().imag,
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor([True, False]),
+        torch.arange(4, dtype=torch.bfloat16),
+        torch.arange(4.0).to(torch.float8_e4m3fn),
+    ]
+    model = nn.Identity()
+    with hookrec.attach(model, tmp_path / "a", clock="manual", ring="1MiB", keep_free=0):
+        for tensor in odd:
+            model(tensor)
+        model(torch.zeros(2_000_000))
+        model(torch.eye(3).to_sparse())
+
+    trace = replay.open(tmp_path / "a")
+    for call, tensor in enumerate(odd):
+        got = trace.tensor(0, "", call=call)
+        plain = tensor.resolve_conj().resolve_neg().contiguous()
+        assert got.shape == plain.shape
+        assert got.tobytes() == (plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    with pytest.raises(replay.NotRecorded, match="larger than the ring"):
+        trace.tensor(0, "", call=len(odd))
+    assert "layout sparse_coo cannot be stored" in trace.notes[0]["note"]
+
+
+def test_a_stream_goes_on_over_many_shards(tmp_path):
+    import zarr
+
+    model = nn.Identity()
+    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0) as recorder:
+        for step in range(5000):
+            model(torch.full((2,), float(step)))
+            recorder.step()
+
+    trace = replay.open(tmp_path / "a")
+    assert [trace.tensor(step, "")[0] for step in (0, 4095, 4096, 4999)] == [0, 4095, 4096, 4999]
+    array = zarr.open_array(str(tmp_path / "a/rank-00000/tensors.zarr/%root/output/data"), mode="r")
+    assert np.array_equal(array[:, 0], np.arange(5000.0))
