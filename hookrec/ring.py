@@ -27,7 +27,7 @@ from typing import Any
 
 PAGE = 4096
 DIRECT_BYTES = 65_536
-"""Tensors from this size on begin on page borders, as direct I/O demands."""
+"""Tensors from this size on, and smaller ones of whole pages, begin on page borders, as direct I/O demands."""
 MINIMUM_BYTES = 1 << 20
 
 ROW = struct.Struct("<qiiiBBHqqq")
@@ -52,7 +52,7 @@ class WriterGone(Exception):
 class Control:
     """The control page: words that one process stores and the other reads."""
 
-    _RELEASED, _FAILED, _STOP_TENSORS, _COMMITTED = range(4)
+    _RELEASED, _FAILED, _STOP_TENSORS = range(3)
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:PAGE].cast("Q")
@@ -84,15 +84,6 @@ class Control:
     def stop_tensors(self, why: int) -> None:
         self._words[self._STOP_TENSORS] = why
 
-    @property
-    def committed(self) -> int:
-        """How many commits the writer has made."""
-        return self._words[self._COMMITTED]
-
-    @committed.setter
-    def committed(self, count: int) -> None:
-        self._words[self._COMMITTED] = count
-
 
 class Ring:
     """The training's end of the way.
@@ -109,6 +100,8 @@ class Ring:
         self.map = mmap.mmap(self.fd, PAGE + self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.control = Control(memoryview(self.map))
         self._socket, self.writer_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        # As much as the system allows: it must hold the rows that come while the writer rests.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
         self._alive = writer_alive
         self.rows = bytearray(_ROWS_A_PART * ROW_BYTES)
         self.count = 0
@@ -142,7 +135,7 @@ class Ring:
         Raises:
             WriterGone: the writer died.
         """
-        align = PAGE if nbytes >= DIRECT_BYTES else 64
+        align = PAGE if nbytes >= DIRECT_BYTES or nbytes % PAGE == 0 else 64
         padded = -(-nbytes // align) * align
         if self._head - self._sent > self._part_bytes or self.count >= _ROWS_A_PART:
             self.send()

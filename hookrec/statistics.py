@@ -10,6 +10,7 @@ There are two ways to the same numbers. For tensors on the CPU the native kernel
 without the kernel.
 """
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -41,13 +42,18 @@ def load_native() -> Any:
     `capture(source, destination, numel, dtype, statistics, with_checksum)` takes addresses and numbers; either of
     `destination` and `statistics` may be None. It returns the CRC-32C of the bytes, or -1 if that was not asked for, or
     the processor has no instruction for it. `HOOKREC_NATIVE=0` in the environment stands for an installation without
-    it.
+    it. Tensors of several hundred kilobytes are shared out among torch's own threads.
     """
     path = Path(__file__).with_name("native") / "libcapture.so"
     if os.environ.get("HOOKREC_NATIVE") == "0" or not path.exists():
         return None
     try:
-        capture = ctypes.CDLL(str(path)).hookrec_capture
+        library = ctypes.CDLL(str(path))
+        capture = library.hookrec_capture
+        if torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+            # Where the library that torch runs on does not have the symbol, the kernel keeps to one thread.
+            with contextlib.suppress(AttributeError):
+                library.hookrec_run_on(ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p))
     except (OSError, AttributeError):
         return None  # built for another machine
     capture.argtypes = [

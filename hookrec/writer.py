@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,16 @@ assert _ROW_DTYPE.itemsize == ROW_BYTES
 assert _ROW_DTYPE.fields is not None
 assert _ROW_DTYPE.fields["numel"][1] == ROW.size
 
-# To be woken by each small step takes a core from the training in the middle of it, 25 µs a record on a small net. So
-# the writer rests when it has caught up, and then takes several steps at once. The ring holds what comes meanwhile.
-_REST_S = 0.01
+# To be woken by each small step takes a core from the training in the middle of it, and to write each small record by
+# itself costs more than its bytes. So the writer rests when it has caught up, and then takes the steps that came
+# together. A ring that would be full by then (at 8 GB/s) gets a shorter rest. Where there are fewer cores than threads,
+# the training goes first.
+_REST_S = 0.025
+_RING_BYTES_A_SECOND = 8e9
+_NICE = 10
+
+Message = tuple[int, NDArray[Any], dict[str, Any]]
+"""Position in the ring after it, rows, facts."""
 
 _ENVIRONMENT = ("CUDA_", "CUBLAS_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "SLURM_JOB_ID", "RANK", "WORLD_SIZE")
 _PACKAGES = ("torch", "numpy", "hookrec", "transformers", "lightning", "accelerate")
@@ -80,31 +88,47 @@ class Writer:
         self._scalars_file = _appending(directory / trace_format.SCALARS_FILE)
         self._notes_file = _appending(directory / trace_format.NOTES_FILE)
         self._pending: list[dict[str, NDArray[Any]]] = []
-        self._committed_rows: dict[int, int] = {}  # of streams that have rows which are not committed yet
+        self._uncommitted: dict[int, int] = {}  # of streams with rows that are not committed: how many are
         self._bytes = 0
         self.end: dict[str, Any] = {"how": "died", "detail": _DIED, "books": {}}
 
-    def take(self, position: int, rows: NDArray[Any], facts: dict[str, Any]) -> None:
-        """Take a part of a step; with its last part, commit it.
+    def take(self, messages: Sequence[Message]) -> None:
+        """Take parts of steps, at least one; commit the steps whose last part is among them.
 
         Raises:
-            OSError: what cannot be done without could not be written; the step is not committed.
+            OSError: what cannot be done without could not be written; what was not committed before is not now.
         """
+        parts: list[NDArray[Any]] = []
+        step_begin = committed = 0
+        for _, rows, facts in messages:
+            self._take_facts(facts)
+            parts.append(rows)
+            if "commit" in facts:
+                if "drop_tensors" in facts:
+                    self._drop_tensors(parts[step_begin:], pending=not committed)
+                step_begin = committed = len(parts)
+        columns = self._write_tensors(np.concatenate(parts))
+        self._control.released = messages[-1][0]
+        if committed:
+            rows_committed = sum(map(len, parts[:committed]))
+            self._pending.append({name: column[:rows_committed] for name, column in columns.items()})
+            self._commit()
+            columns = {name: column[rows_committed:] for name, column in columns.items()}
+        if len(columns["step"]):
+            self._pending.append(columns)
+
+    def _take_facts(self, facts: dict[str, Any]) -> None:
         if "model" in facts:
             _write_model_file(self._directory, facts["model"])
         self._add_streams(facts.get("streams", ()))
         for note in facts.get("notes", ()):
             self._notes_file.write(json.dumps(note) + "\n")
             self._notes_file.flush()
-        if len(rows):
-            self._pending.append(self._write_tensors(rows))
-        self._control.released = position
         for line in facts.get("scalars", ()):
             line["values"] = {name: _json_number(value) for name, value in line["values"].items()}
             self._scalars_file.write(json.dumps(line) + "\n")
+        if "scalars" in facts:
             self._scalars_file.flush()
-        if "commit" in facts:
-            self._commit(drop_tensors="drop_tensors" in facts)
         self.end = facts.get("end", self.end)
 
     def _add_streams(self, streams: Any) -> None:
@@ -124,62 +148,77 @@ class Writer:
             self._streams_file.flush()
 
     def _write_tensors(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
-        """Write the tensors of a part; return the columns of its records."""
+        """Write the tensors of some parts; return the columns of their records.
+
+        The records of a stream lie one behind the other in its file, so they are written together.
+        """
         count = len(rows)
         columns = {name: rows[name].copy() for name in ("step", "stream", "call", "micro", "mode", "kept", "nbytes")}
         columns |= {name: rows[name].copy() for name in STATISTICS}
-        row_column = columns["row"] = np.full(count, -1, np.int64)
-        offset_column = columns["offset"] = np.full(count, -1, np.int64)
-        crc_column = columns["crc32c"] = np.zeros(count, np.uint32)
-        kept_column = columns["kept"]
-        store = self._store
-        places, sizes, streams = rows["place"].tolist(), rows["nbytes"].tolist(), rows["stream"].tolist()
-        checksums = rows["checksum"].tolist()
-        for i in np.flatnonzero(kept_column == KEPT).tolist():
-            stream, place, nbytes = streams[i], places[i], sizes[i]
-            if self._control.stop_tensors == STORE_FAILED or store is None:
-                kept_column[i] = STORE_FAILED
-                continue
-            if stream not in self._committed_rows:
-                self._committed_rows[stream] = store.rows(stream)
-            try:
-                row_column[i], offset_column[i] = store.append(
-                    stream, self._memory[place : place + stride_of(nbytes)], nbytes
-                )
-            except OSError as error:
-                kept_column[i] = STORE_FAILED
-                self._stop_tensors(STORE_FAILED, error)
-                continue
-            if nbytes:
-                # Mostly the kernel has it, which had the bytes in its cache; to read them here would cost the training
-                # memory bandwidth.
-                known = checksums[i]
-                crc_column[i] = known if known >= 0 else google_crc32c.value(self._readable[place : place + nbytes])
-                self._bytes += nbytes
-        columns["nbytes"][kept_column != KEPT] = 0
+        columns["row"] = np.full(count, -1, np.int64)
+        columns["offset"] = np.full(count, -1, np.int64)
+        columns["crc32c"] = np.zeros(count, np.uint32)
+        kept = np.flatnonzero(columns["kept"] == KEPT)
+        streams = columns["stream"][kept]
+        order = kept[np.argsort(streams, kind="stable")]
+        ends = np.flatnonzero(np.diff(columns["stream"][order], append=-1)) + 1
+        begin = 0
+        for end in ends.tolist():
+            self._write_stream(order[begin:end], rows, columns)
+            begin = end
+        columns["nbytes"][columns["kept"] != KEPT] = 0
         return columns
 
-    def _commit(self, *, drop_tensors: bool) -> None:
-        if self._pending:
-            columns = {name: np.concatenate([part[name] for part in self._pending]) for name in self._pending[0]}
-            self._pending.clear()
-            if drop_tensors:
-                self._drop_tensors(columns)
+    def _write_stream(self, at: NDArray[np.int64], rows: NDArray[Any], columns: dict[str, NDArray[Any]]) -> None:
+        """Write the tensors of one stream, whose rows are number `at`."""
+        if self._store is None or self._control.stop_tensors == STORE_FAILED:
+            columns["kept"][at] = STORE_FAILED
+            return
+        stream, nbytes = int(rows["stream"][at[0]]), int(rows["nbytes"][at[0]])
+        places = rows["place"][at].tolist()
+        self._uncommitted.setdefault(stream, self._store.rows(stream))
+        try:
+            first, offsets = self._store.append(
+                stream, [self._memory[place : place + stride_of(nbytes)] for place in places]
+            )
+        except OSError as error:
+            columns["kept"][at] = STORE_FAILED
+            self._stop_tensors(STORE_FAILED, error)
+            return
+        columns["row"][at] = np.arange(first, first + len(at))
+        columns["offset"][at] = offsets
+        if nbytes:
+            # Mostly the kernel has the checksum, which had the bytes in its cache; to read them here would cost the
+            # training memory bandwidth.
+            columns["crc32c"][at] = [
+                known if known >= 0 else google_crc32c.value(self._readable[place : place + nbytes])
+                for known, place in zip(rows["checksum"][at].tolist(), places, strict=True)
+            ]
+            self._bytes += nbytes * len(at)
+
+    def _commit(self) -> None:
+        """Commit what is pending."""
+        columns = {name: np.concatenate([part[name] for part in self._pending]) for name in self._pending[0]}
+        self._pending.clear()
+        self._uncommitted.clear()
+        if len(columns["step"]):
             self._log.append(columns)
-            self._committed_rows.clear()
-            self._control.committed += 1
         if self._store is not None and not self._control.stop_tensors:
             self._check_limits()
 
-    def _drop_tensors(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Take back the tensors of a step that the ring was too full to take whole."""
-        kept = columns["kept"] == KEPT
-        columns["kept"][kept] = RING_FULL
-        self._bytes -= int(columns["nbytes"].sum())
-        columns["row"][:] = columns["offset"][:] = -1
-        columns["nbytes"][:] = columns["crc32c"][:] = 0
+    def _drop_tensors(self, parts: list[NDArray[Any]], *, pending: bool) -> None:
+        """Drop the tensors of a step that the ring was too full to take whole: of its parts, and of those before."""
+        for rows in parts:
+            rows["kept"][rows["kept"] == KEPT] = RING_FULL
+        if not pending:
+            return
+        for columns in self._pending:
+            columns["kept"][columns["kept"] == KEPT] = RING_FULL
+            self._bytes -= int(columns["nbytes"].sum())
+            columns["row"][:] = columns["offset"][:] = -1
+            columns["nbytes"][:] = columns["crc32c"][:] = 0
         assert self._store is not None
-        for stream, count in self._committed_rows.items():
+        for stream, count in self._uncommitted.items():
             self._store.rewind(stream, count)
 
     def _check_limits(self) -> None:
@@ -229,6 +268,7 @@ def main(memory_fd: int, socket_fd: int) -> int:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # what ends the training ends us only after we are done
     config = json.load(sys.stdin)
+    os.nice(_NICE)
     connection = socket.socket(fileno=socket_fd)
     training = os.pidfd_open(config["pid"])
     memory = memoryview(mmap.mmap(memory_fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
@@ -247,8 +287,8 @@ def main(memory_fd: int, socket_fd: int) -> int:
             return 1
         connection.sendall(b"{}\n")
         try:
-            for position, rows, facts in _messages(connection, training):
-                writer.take(position, rows, facts)
+            for messages in _Source(connection, training, len(memory)):
+                writer.take(messages)
         except OSError as error:
             Control(memory).failed = True
             writer.end = {"how": "failed", "detail": f"the trace could not be written: {error}", "books": {}}
@@ -261,56 +301,72 @@ def main(memory_fd: int, socket_fd: int) -> int:
     return 0
 
 
-def _messages(connection: socket.socket, training: int) -> Any:
-    """Yield what the training sends, until it says goodbye or is gone.
+class _Source:
+    """What the training sends, until it says goodbye or is gone: lists of whole messages that came together.
 
     Processes that the training has forked may hold its end of the socket open, so its death is watched too.
     """
-    source = _Source(connection, training)
-    while head := source.read(MESSAGE.size):
-        position, count, text_bytes = MESSAGE.unpack(head)
-        body = source.read(count * ROW_BYTES + text_bytes)
-        if body is None:
-            return
-        rows = np.frombuffer(body, _ROW_DTYPE, count)
-        facts = json.loads(body[count * ROW_BYTES :]) if text_bytes else {}
-        yield position, rows, facts
-        if "end" in facts:
-            return
 
-
-class _Source:
-    """Reads whole messages from the training, dead or alive."""
-
-    def __init__(self, connection: socket.socket, training: int) -> None:
+    def __init__(self, connection: socket.socket, training: int, memory_bytes: int) -> None:
         self._connection = connection
         self._training = training
+        self._rest_s = min(_REST_S, memory_bytes / _RING_BYTES_A_SECOND)
+        self._together_bytes = memory_bytes // 16
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._poll.register(training, select.POLLIN)
-        self._dead = False
+        self._buffer = bytearray()
         connection.setblocking(False)
 
-    def read(self, nbytes: int) -> bytes | None:
-        """Return `nbytes` bytes; None if the training is gone before they came."""
-        data = bytearray(nbytes)
-        view, got = memoryview(data), 0
-        while got < nbytes:
+    def __iter__(self) -> Iterator[list[Message]]:
+        dead = False
+        position = 0
+        while True:
+            open_ = self._receive()
+            messages: list[Message] = []
+            for message in self._parse():
+                messages.append(message)
+                # The training may be waiting for the memory of these.
+                if message[0] - position >= self._together_bytes:
+                    yield messages
+                    messages, position = [], message[0]
+            if messages:
+                yield messages
+                position = messages[-1][0]
+                if "end" in messages[-1][2]:
+                    return
+            if dead or not open_:
+                return
+            time.sleep(self._rest_s)
+            # Death is looked at before the socket is read again: what was sent before it is there.
+            dead = any(fd == self._training for fd, _ in self._poll.poll())
+
+    def _receive(self) -> bool:
+        """Read what is there; return whether more may come."""
+        while True:
             try:
-                n = self._connection.recv_into(view[got:])
+                data = self._connection.recv(1 << 18)
             except BlockingIOError:
-                if self._dead:
-                    return None
-                time.sleep(_REST_S)
-                # Death is looked at before the socket is read again: what was sent before it is there.
-                self._dead = any(fd == self._training for fd, _ in self._poll.poll())
-                continue
+                return True
             except ConnectionResetError:
-                return None
-            if n == 0:
-                return None
-            got += n
-        return bytes(data)
+                return False
+            if not data:
+                return False
+            self._buffer += data
+
+    def _parse(self) -> Iterator[Message]:
+        """Take whole messages out of the buffer."""
+        begin = 0
+        while len(self._buffer) - begin >= MESSAGE.size:
+            position, count, text_bytes = MESSAGE.unpack_from(self._buffer, begin)
+            rows_begin = begin + MESSAGE.size
+            text_begin = rows_begin + count * ROW_BYTES
+            if text_begin + text_bytes > len(self._buffer):
+                break
+            begin = text_begin + text_bytes
+            rows = np.frombuffer(self._buffer[rows_begin:text_begin], _ROW_DTYPE)
+            yield position, rows, json.loads(self._buffer[text_begin:begin]) if text_bytes else {}
+        del self._buffer[:begin]
 
 
 def _write_trace_file(root: Path, config: dict[str, Any]) -> None:

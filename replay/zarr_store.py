@@ -1,19 +1,20 @@
 """How tensors lie in `tensors.zarr`: written by appending, read at known offsets, valid Zarr v3 when sealed.
 
 Zarr's sharding codec keeps the index of a shard at its end, so a shard can be written by appending records
-and is finished by adding the index: the bytes that were appended are the store. Records of 64 KiB and more
-begin on page borders, so that they go by direct I/O straight from the shared ring, past the page cache, which
-would cost the training a core. Small ones go through the page cache, which gathers them.
+and is finished by adding the index: the bytes that were appended are the store. Records of 64 KiB and more, and smaller
+ones of whole pages, begin on page borders, so that they go by direct I/O straight from the shared ring, past the page
+cache, which would cost the training a core. Others go through the page cache.
 """
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
 import os
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,17 @@ PAGE = 4096
 _SHARD_BYTES = 1 << 30
 _SHARD_ROWS = 4096
 _OPEN_FILES = 400
+_VECTOR = 1024  # the most that one call writes: IOV_MAX
 
 
 def stride_of(nbytes: int) -> int:
     """Return the distance in bytes from one record to the next."""
     return nbytes if nbytes < DIRECT_BYTES else -(-nbytes // PAGE) * PAGE
+
+
+def goes_direct(nbytes: int) -> bool:
+    """Return whether records of a size are whole pages in the file, so that direct I/O can write them."""
+    return stride_of(nbytes) % PAGE == 0
 
 
 def rows_per_shard(nbytes: int) -> int:
@@ -67,35 +74,36 @@ class ZarrWriter:
         (group / "data" / "c").mkdir(exist_ok=True)
         self._streams[stream.id] = _Appending(stream, rows, group / "data")
 
-    def append(self, stream_id: int, data: memoryview, nbytes: int) -> tuple[int, int]:
-        """Write a record.
+    def append(self, stream_id: int, records: Sequence[memoryview]) -> tuple[int, NDArray[np.int64]]:
+        """Write records of a stream.
 
         Args:
             stream_id: a stream that was added.
-            data: the bytes, in memory aligned to pages if they go by direct I/O, followed there by padding up to
-                `stride_of(nbytes)`.
-            nbytes: bytes of the record.
+            records: their bytes, each of `stride_of(nbytes)`: a record and, if its size is no multiple of a page and it
+                goes by direct I/O, padding. What goes by direct I/O must lie on a page border.
 
         Returns:
-            The record's row in the stream, and its byte offset in the shard.
+            The row of the first in the stream, and the byte offsets of all in their shards, of shape `(records,)`.
 
         Raises:
-            OSError: the file could not be written; the row is not taken.
+            OSError: the file could not be written; no row is taken.
         """
         stream = self._streams[stream_id]
-        row = stream.rows
-        shard, place = divmod(row, stream.shard_rows)
-        offset = place * stream.stride
-        if nbytes:
+        first, count = stream.rows, len(records)
+        done = 0 if stream.nbytes else count
+        while done < count:
+            shard, place = divmod(first + done, stream.shard_rows)
+            end = min(count, done + stream.shard_rows - place, done + _VECTOR)
             path = stream.shard_path(shard)
             if place == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.write(path, data[: stream.stride], offset, direct=stream.stride >= DIRECT_BYTES)
-            if place == stream.shard_rows - 1:
+            self._files.write(path, records[done:end], place * stream.stride, direct=goes_direct(stream.nbytes))
+            if place + end - done == stream.shard_rows:
                 self._files.drop(path)
                 _finish_shard(path, stream.shard_rows, stream)
-        stream.rows = row + 1
-        return row, offset
+            done = end
+        stream.rows = first + count
+        return first, np.arange(first, first + count) % stream.shard_rows * stream.stride
 
     def rows(self, stream_id: int) -> int:
         """Return how many rows a stream has."""
@@ -252,18 +260,25 @@ class _Files:
         self._fds[path] = fd
         return fd
 
-    def write(self, path: Path, data: memoryview, offset: int, *, direct: bool) -> None:
+    def write(self, path: Path, parts: Sequence[memoryview], offset: int, *, direct: bool) -> None:
         fd = self._fd(path, direct)
-        written = 0
-        while written < len(data):
+        while parts:
             try:
-                written += os.pwrite(fd, data[written:], offset + written)
+                written = os.pwritev(fd, parts, offset)
             except OSError as error:
-                # Some file systems take O_DIRECT at open and refuse it at the first write.
-                if not direct or error.errno != 22:
+                # Some file systems take O_DIRECT at open and refuse it at the first write; what is left of a write
+                # that was cut short may not end on a border.
+                if not direct or error.errno != errno.EINVAL:
                     raise
                 fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
                 direct = False
+                continue
+            offset += written
+            whole = 0
+            while whole < len(parts) and written >= len(parts[whole]):
+                written -= len(parts[whole])
+                whole += 1
+            parts = [parts[whole][written:], *parts[whole + 1 :]] if whole < len(parts) else []
 
     def read(self, path: Path, into: memoryview, offset: int) -> int:
         fd = self._fd(path, direct=False)

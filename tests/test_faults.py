@@ -110,8 +110,9 @@ def test_a_file_that_cannot_grow_ends_the_recording_and_not_the_training(tmp_pat
 def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_path):
     model = net()
     recorder = hookrec.attach(model, tmp_path / "a", keep_free=0)
-    train(model, 20)
-    time.sleep(0.5)
+    for _ in range(5):
+        train(model, 1)
+        time.sleep(0.2)  # steps that come together are committed together
     writer_of(recorder).kill()
     writer_of(recorder).wait()
     with pytest.warns(hookrec.HookrecWarning):
@@ -119,13 +120,13 @@ def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_p
 
     trace = replay.open(tmp_path / "a")
     assert trace.status == "torn"
-    assert trace.steps == list(range(20))
-    assert np.all(trace.tensor(19, "2", "grad_output") == 1)
+    assert trace.steps == list(range(5))
+    assert np.all(trace.tensor(4, "2", "grad_output") == 1)
     log = next((tmp_path / "a/rank-00000").glob("*.arrows"))
     data = log.read_bytes()
     for cut in range(1, 2000, 97):
         log.write_bytes(data[:-cut])
-        assert replay.open(tmp_path / "a").steps == list(range(19))
+        assert replay.open(tmp_path / "a").steps == list(range(4))
 
 
 def test_a_forked_child_neither_records_nor_ends_the_recording(tmp_path):

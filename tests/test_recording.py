@@ -18,6 +18,7 @@ from torch.nn import functional
 
 import hookrec
 import replay
+from hookrec.statistics import STATISTICS, describe
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +151,27 @@ def test_statistics_stay_right_where_float32_sums_would_not(tmp_path):
         assert row["mean"] == pytest.approx(finite.mean(), rel=1e-4)
         assert row["std"] == pytest.approx((finite / scale).std() * scale, rel=1e-4)
         assert row["l2"] == pytest.approx(np.sqrt(((finite / scale) ** 2).sum()) * scale, rel=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8])
+@pytest.mark.parametrize("numel", [32_769, 2_097_152, 2_400_001])
+def test_statistics_do_not_depend_on_the_number_of_threads(dtype, numel):
+    """The kernel shares a large tensor out among threads; the same one is described by plain torch for comparison."""
+    torch.manual_seed(0)
+    values = (torch.randn(numel) * 3 + torch.linspace(0, 100, numel)).to(dtype)
+    threads = torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(describe(values))
+    finally:
+        torch.set_num_threads(threads)
+
+    assert found[0] == found[1] == found[2]
+    np.testing.assert_allclose(
+        STATISTICS.unpack(found[0]), STATISTICS.unpack(describe(values, native=False)), rtol=1e-9
+    )
 
 
 def test_zarr_python_and_tensorstore_read_a_sealed_trace(tmp_path):
@@ -403,7 +425,7 @@ def test_the_training_process_never_imports_replay(tmp_path):
 
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_checksums_of_the_kernel_and_of_the_writer_are_those_of_the_bytes(tmp_path, native):
-    """The sizes lie around the borders of the kernel's blocks and of the parts that its checksum interleaves."""
+    """The sizes lie around the borders of the kernel's blocks, of what its checksum interleaves and joins."""
     code = """
 import sys, torch, hookrec
 torch.manual_seed(0)
@@ -413,7 +435,7 @@ with hookrec.attach(model, sys.argv[1], clock="manual", kinds="output", keep_fre
         layer(torch.randint(0, 256, (int(name),), dtype=torch.uint8))
         layer(torch.randn(int(name), 2).t())
 """
-    sizes = ["1", "7", "8", "1023", "1024", "1025", "4032", "4033", "100003"]
+    sizes = ["1", "7", "8", "1023", "1024", "1025", "4032", "4033", "100003", "2097152", "3000001"]
     environment = {**os.environ, "HOOKREC_NATIVE": native}
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "a"), *sizes], env=environment, check=True)
 

@@ -30,6 +30,9 @@ enum {
 
 #define BLOCK 1024
 #define LANES 32
+/* A tensor is cut into segments of so many elements, whatever the number of threads, so that its statistics do not
+ * depend on it. */
+#define SEGMENT 32768
 /* How far ahead of the sums the next block is fetched. */
 #define AHEAD 4096
 /* Past this size the destination goes round the cache, which the model needs for itself. */
@@ -368,32 +371,66 @@ static void scaled(const char *source, int64_t numel, int dtype, double absmax, 
     out->l2 = sqrt(square) * absmax;
 }
 
-/* From sums to statistics. */
-static void conclude(const struct sums *s, const char *source, int64_t numel, int dtype, struct statistics *out) {
-    out->numel = numel;
-    out->n_nan = s->n_nan;
-    out->n_posinf = s->n_posinf;
-    out->n_neginf = s->n_neginf;
-    out->n_zero = s->n_zero;
-    int64_t finite = numel - s->n_nan - s->n_posinf - s->n_neginf;
-    if (finite == 0) {
-        out->min = out->max = out->absmax = out->mean = out->std = NAN;
-        out->l2 = 0;
-        return;
-    }
-    double n = (double)finite, sum = 0, square = 0;
+/* What a segment of a tensor is, so that segments can be described side by side. */
+struct part {
+    int64_t n_nan, n_posinf, n_neginf, n_zero, n_finite;
+    double min, max, mean, deviation; /* the sum of (x - mean)^2 */
+    uint32_t crc;
+};
+
+static void conclude_part(const struct sums *s, int64_t numel, struct part *p) {
+    p->n_nan = s->n_nan;
+    p->n_posinf = s->n_posinf;
+    p->n_neginf = s->n_neginf;
+    p->n_zero = s->n_zero;
+    p->n_finite = numel - s->n_nan - s->n_posinf - s->n_neginf;
+    p->min = s->min;
+    p->max = s->max;
+    p->mean = p->deviation = 0;
+    if (p->n_finite == 0) return;
+    double n = (double)p->n_finite, sum = 0, square = 0;
     for (int k = 0; k < LANES; k++) {
         sum += s->sum[k];
         square += s->square[k];
     }
-    double mean = sum / n, variance = square / n - mean * mean;
-    out->min = s->min;
-    out->max = s->max;
-    out->absmax = fmax(fabs(s->min), fabs(s->max));
-    out->mean = s->shift + mean;
-    out->std = sqrt(variance > 0 ? variance : 0);
-    /* The sum of x^2, from that of (x - shift)^2. */
-    out->l2 = sqrt(square + s->shift * (2 * sum + n * s->shift));
+    p->mean = s->shift + sum / n;
+    p->deviation = square - sum * (sum / n);
+    if (p->deviation < 0) p->deviation = 0;
+}
+
+/* Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983), equation 2.1. */
+static void join(struct part *all, const struct part *p) {
+    all->n_nan += p->n_nan;
+    all->n_posinf += p->n_posinf;
+    all->n_neginf += p->n_neginf;
+    all->n_zero += p->n_zero;
+    if (p->n_finite == 0) return;
+    double before = (double)all->n_finite, n = (double)p->n_finite, apart = p->mean - all->mean;
+    all->n_finite += p->n_finite;
+    all->min = p->min < all->min ? p->min : all->min;
+    all->max = p->max > all->max ? p->max : all->max;
+    all->mean += apart * (n / (before + n));
+    all->deviation += p->deviation + apart * apart * (before * (n / (before + n)));
+}
+
+static void conclude(const struct part *all, const char *source, int64_t numel, int dtype, struct statistics *out) {
+    out->numel = numel;
+    out->n_nan = all->n_nan;
+    out->n_posinf = all->n_posinf;
+    out->n_neginf = all->n_neginf;
+    out->n_zero = all->n_zero;
+    if (all->n_finite == 0) {
+        out->min = out->max = out->absmax = out->mean = out->std = NAN;
+        out->l2 = 0;
+        return;
+    }
+    double n = (double)all->n_finite;
+    out->min = all->min;
+    out->max = all->max;
+    out->absmax = fmax(fabs(all->min), fabs(all->max));
+    out->mean = all->mean;
+    out->std = sqrt(all->deviation / n);
+    out->l2 = sqrt(all->deviation + n * all->mean * all->mean);
     if (dtype == FLOAT64 && (!isfinite(out->l2) || !isfinite(out->std) || !isfinite(out->mean) || out->absmax < 1e-140))
         if (out->absmax > 0) scaled(source, numel, dtype, out->absmax, out);
 }
@@ -404,20 +441,32 @@ static void conclude(const struct sums *s, const char *source, int64_t numel, in
 /* The instruction takes three cycles and can be begun in each, so three parts of a block run side by side. They are put together by what
  * PART zero bytes do to a checksum, which is linear: a table for each of its four bytes. */
 #define PART 1344
-static uint32_t after_part[4][256];
+static uint32_t after_part[4][256], after_elements[4][256]; /* the latter: of SEGMENT bytes */
 
-SSE42 __attribute__((constructor)) static void make_table(void) {
-    if (!__builtin_cpu_supports("sse4.2")) return;
+SSE42 static void make_table(uint32_t table[4][256], int bytes) {
     for (int bit = 0; bit < 32; bit++) {
         uint64_t crc = (uint64_t)1 << bit;
-        for (int i = 0; i < PART; i += 8) crc = _mm_crc32_u64(crc, 0);
+        for (int i = 0; i < bytes; i += 8) crc = _mm_crc32_u64(crc, 0);
         for (int value = 0; value < 256; value++)
-            if (value >> bit % 8 & 1) after_part[bit / 8][value] ^= (uint32_t)crc;
+            if (value >> bit % 8 & 1) table[bit / 8][value] ^= (uint32_t)crc;
     }
 }
 
-static uint32_t shifted(uint32_t crc) {
-    return after_part[0][crc & 255] ^ after_part[1][crc >> 8 & 255] ^ after_part[2][crc >> 16 & 255] ^ after_part[3][crc >> 24];
+__attribute__((constructor)) static void make_tables(void) {
+    if (!__builtin_cpu_supports("sse4.2")) return;
+    make_table(after_part, PART);
+    make_table(after_elements, SEGMENT);
+}
+
+static uint32_t look_up(uint32_t table[4][256], uint32_t crc) {
+    return table[0][crc & 255] ^ table[1][crc >> 8 & 255] ^ table[2][crc >> 16 & 255] ^ table[3][crc >> 24];
+}
+
+static uint32_t shifted(uint32_t crc) { return look_up(after_part, crc); }
+
+static uint32_t after_segment(uint32_t crc, int size) {
+    for (int i = 0; i < size; i++) crc = look_up(after_elements, crc);
+    return crc;
 }
 
 SSE42 static uint32_t checksum(uint32_t crc, const char *data, size_t bytes) {
@@ -451,37 +500,104 @@ static int can_checksum(void) {
 #endif
 }
 
-/* Copy `numel` elements and describe them. `destination` or `out` may be null.
- * Returns the CRC-32C of the bytes if `with_checksum`, or -1 if not, or if the processor has no instruction for it. */
-int64_t hookrec_capture(
-    const void *source, void *destination, int64_t numel, int32_t dtype, struct statistics *out, int32_t with_checksum) {
-    uint32_t crc = 0xffffffff;
-    with_checksum = with_checksum && can_checksum();
-    const struct functions *f = functions_of_processor();
+/* --- segments, side by side --------------------------------------------------------------------------- */
+
+/* Segments that are described before their parts are joined. */
+#define WAVE 64
+
+struct job {
+    const char *source;
+    char *destination;
+    int64_t first; /* elements of the first segment, the only one that may be shorter: the others shift a checksum by a known length */
+    int dtype, with_statistics, with_checksum, streaming, segments, next;
+    uint32_t crc; /* with which the first begins */
+    const struct functions *f;
+    struct part parts[WAVE];
+};
+
+static void do_segment(struct job *job, int number) {
+    int size = SIZES[job->dtype];
+    int64_t begin = number ? job->first + (number - 1) * (int64_t)SEGMENT : 0, numel = number ? SEGMENT : job->first;
+    const char *from = job->source + begin * size;
+    char *to = job->destination ? job->destination + begin * size : NULL;
     struct sums s;
+    uint32_t crc = number ? 0 : job->crc;
     memset(&s, 0, sizeof s);
     s.min = INFINITY;
     s.max = -INFINITY;
-    const char *from = source;
-    char *to = destination;
-    int size = SIZES[dtype];
-    int streaming = numel * size >= STREAMING_BYTES;
     for (int64_t i = 0; i < numel; i += BLOCK) {
         int count = (int)(numel - i < BLOCK ? numel - i : BLOCK);
         size_t bytes = (size_t)count * (size_t)size;
         if (to != NULL) {
-            f->copy(to, from, bytes, streaming);
+            job->f->copy(to, from, bytes, job->streaming);
             to += bytes;
         }
 #if defined(__x86_64__)
-        if (with_checksum) crc = checksum(crc, from, bytes);
+        if (job->with_checksum) crc = checksum(crc, from, bytes);
 #endif
-        if (out != NULL) add_block(from, count, dtype, f, &s);
+        if (job->with_statistics) add_block(from, count, job->dtype, job->f, &s);
         from += bytes;
     }
 #if defined(__x86_64__)
-    if (destination != NULL && streaming) _mm_sfence();
+    if (job->streaming) _mm_sfence();
 #endif
-    if (out != NULL) conclude(&s, source, numel, dtype, out);
-    return with_checksum ? (int64_t)(crc ^ 0xffffffff) : -1;
+    conclude_part(&s, numel, &job->parts[number]);
+    job->parts[number].crc = crc;
+}
+
+static void work(void *data) {
+    struct job *job = data;
+    for (;;) {
+        int number = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (number >= job->segments) return;
+        do_segment(job, number);
+    }
+}
+
+/* GOMP_parallel of the OpenMP library that torch runs on: its threads are there and awake, and obey
+ * torch.set_num_threads. A library of our own would bring as many again, which would fight with them. */
+static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+
+void hookrec_run_on(void *gomp_parallel) { memcpy(&parallel, &gomp_parallel, sizeof parallel); }
+
+/* Copy `numel` elements and describe them. `destination` or `out` may be null.
+ * Returns the CRC-32C of the bytes if `with_checksum`, or -1 if not, or if the processor has no instruction for it. */
+int64_t hookrec_capture(
+    const void *source, void *destination, int64_t numel, int32_t dtype, struct statistics *out, int32_t with_checksum) {
+    int size = SIZES[dtype];
+    struct part all;
+    struct job job;
+    memset(&all, 0, sizeof all);
+    all.min = INFINITY;
+    all.max = -INFINITY;
+    job.source = source;
+    job.destination = destination;
+    job.dtype = dtype;
+    job.with_statistics = out != NULL;
+    job.with_checksum = with_checksum && can_checksum();
+    job.streaming = destination != NULL && numel * size >= STREAMING_BYTES;
+    job.crc = 0xffffffff;
+    job.f = functions_of_processor();
+    int64_t left = numel;
+    do {
+        job.first = left % SEGMENT ? left % SEGMENT : left < SEGMENT ? left : SEGMENT;
+        int64_t segments = (left - job.first) / SEGMENT + 1;
+        job.segments = (int)(segments < WAVE ? segments : WAVE);
+        job.next = 0;
+        if (job.segments > 1 && parallel) parallel(work, &job, 0, 0);
+        else work(&job);
+        int64_t done = job.first + (job.segments - 1) * (int64_t)SEGMENT;
+        job.crc = job.parts[0].crc;
+        for (int i = 0; i < job.segments; i++) {
+#if defined(__x86_64__)
+            if (i && job.with_checksum) job.crc = after_segment(job.crc, size) ^ job.parts[i].crc;
+#endif
+            join(&all, &job.parts[i]);
+        }
+        left -= done;
+        job.source += done * size;
+        if (job.destination) job.destination += done * size;
+    } while (left > 0);
+    if (out != NULL) conclude(&all, source, numel, dtype, out);
+    return job.with_checksum ? (int64_t)(job.crc ^ 0xffffffff) : -1;
 }
