@@ -2,16 +2,19 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: bench check demo test
+.PHONY: bench check demo test test-slow
 
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py hookrec/native/capture.c
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt torch==2.13.0
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[torch,pandas,xarray]' pytest pytest-timeout tensorstore polars scikit-learn ruff mypy pandas-stubs
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[torch,pandas,xarray]' pytest pytest-timeout tensorstore polars jsonschema hypothesis scikit-learn ruff mypy
 	touch $@
 
 test: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -q
+
+test-slow: $(VENV)/ready
+	$(VENV)/bin/python -m pytest -q -m "slow or not slow"
 
 demo: $(VENV)/ready
 	rm -rf runs/demo

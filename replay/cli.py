@@ -1,7 +1,8 @@
-"""The command `replay`: questions to a trace, answered as text, or as JSON with `--json`."""
+"""The command `replay`: questions to a trace, answered as tables on a terminal, plain text elsewhere, or JSON."""
 
 import json
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import click
 
 import replay
 from replay.errors import ReplayError
+
+_COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 
 
 class _Group(click.Group):
@@ -22,15 +25,25 @@ class _Group(click.Group):
 
 
 @click.group(cls=_Group)
+@click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
 
 
 _trace = click.argument("trace", type=click.Path(path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_layers = click.option("--layers", multiple=True, help="Glob over layer names, such as 'blocks.0.*'; may be repeated.")
-_kinds = click.option("--kinds", multiple=True, help="output or grad_output.")
-_where = click.option("--where", help="SQL condition over the columns, such as 'n_nan > 0'.")
+_limit = click.option("--limit", default=40, show_default=True, type=click.IntRange(1), help="Rows to print.")
+_step = click.option("--step", type=click.IntRange(0), help="One step.")
+
+
+def _filters(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("--where", help="SQL condition over the columns, such as 'n_nan > 0'."),
+        click.option("--kinds", multiple=True, help="Kind, such as grad_output; may be repeated."),
+        click.option("--layers", multiple=True, help="Glob over layer names, such as 'blocks.0.*'; may be repeated."),
+    ):
+        command = option(command)
+    return command
 
 
 @main.command()
@@ -38,86 +51,228 @@ _where = click.option("--where", help="SQL condition over the columns, such as '
 @_json
 def info(trace: Path, as_json: bool) -> None:
     """Say what is in a trace, how it ended, what never fired and what recording cost."""
-    opened = replay.open(trace)
-    steps = opened.steps
-    seconds = _cost(opened)
-    facts = {
-        "trace": str(trace),
-        "status": opened.status,
-        "ended": {rank: end["detail"] or end["how"] for rank, end in opened.endings.items()},
-        "steps": f"{len(steps)} ({steps[0]} to {steps[-1]})" if steps else "none",
-        "layers": len(opened.layers),
-        "kinds": opened.kinds,
-        "ranks": opened.ranks,
-        "silent": [f"{layer or '(root)'}: {why}" for layer, why in opened.silent],
-        "notes": [f"{note['layer'] or 'all'}: {note['note']}" for note in opened.notes],
-        "cost": seconds,
-        "created": opened.identity["created"],
-        "command": opened.identity["provenance"]["command"],
-    }
+    facts = _facts(replay.open(trace))
     if as_json:
-        click.echo(json.dumps(facts, indent=1))
+        _print_json(facts)
         return
+    facts["cost"] = _cost_in_words(facts["cost"])
     for name, value in facts.items():
-        values = (
-            value
-            if isinstance(value, list)
-            else [f"{k}: {v}" for k, v in value.items()]
-            if isinstance(value, dict)
-            else [value]
-        )
-        click.echo(f"{name:8} {', '.join(map(str, values)) if name not in ('silent', 'notes') else ''}".rstrip())
-        for line in value if name in ("silent", "notes") else ():
-            click.echo(f"         {line}")
+        lines = _lines(value)
+        if not lines:
+            continue
+        inline = not isinstance(value, list) or name in ("kinds", "ranks")
+        click.secho(f"{name:13}", bold=True, nl=False)
+        click.echo(", ".join(lines) if inline else lines[0])
+        for line in () if inline else lines[1:]:
+            click.echo(f"{'':13}{line}")
+
+
+def _facts(trace: replay.Trace) -> dict[str, Any]:
+    steps = trace.steps
+    provenance = trace.identity.get("provenance", {})
+    git = provenance.get("git") or {}
+    return {
+        "trace": str(trace.path),
+        "status": trace.status,
+        "ended": [f"rank {rank}: {end['how']}{_reason(end)}, {end['time']}" for rank, end in trace.endings.items()],
+        "steps": f"{len(steps)}, {steps[0]} to {steps[-1]}" if steps else "none is committed",
+        "layers": len(trace.layers),
+        "kinds": trace.kinds,
+        "ranks": trace.ranks,
+        "records": trace.count,
+        "tensor bytes": trace.nbytes,
+        "no tensor": trace.not_kept,
+        "silent": [f"{layer or '(root)'}: {why}" for layer, why in trace.silent],
+        "notes": [f"{note['layer'] or 'all layers'}: {note['note']}" for note in trace.notes],
+        "cost": _cost(trace),
+        "created": trace.identity.get("created"),
+        "command": " ".join(provenance.get("command", ())),
+        "git": f"{git['commit']}{', with changes' if git.get('changed') else ''}" if git.get("commit") else None,
+        "versions": provenance.get("packages", {}),
+    }
+
+
+def _reason(end: dict[str, Any]) -> str:
+    return f" ({end['detail']})" if end.get("detail") else ""
 
 
 def _cost(trace: replay.Trace) -> dict[str, float]:
-    table = trace.scalars().to_pylist()
-    return {
-        name: round(sum(row["value"] for row in table if row["name"] == f"hookrec/{name}"), 4)
-        for name in ("step_s", "hook_s", "capture_s", "wait_s")
-    }
+    """Seconds in the training process, over all recorded steps."""
+    table = trace.scalars()
+    names, values = table["name"].to_pylist(), table["value"].to_pylist()
+    found: dict[str, float] = {}
+    for name, value in zip(names, values, strict=True):
+        if name.startswith("hookrec/") and name.endswith("_s"):
+            found[name.removeprefix("hookrec/")] = found.get(name.removeprefix("hookrec/"), 0.0) + value
+    return {name: round(seconds, 4) for name, seconds in found.items()}
+
+
+def _cost_in_words(cost: dict[str, float]) -> str | None:
+    if not cost.get("step_s"):
+        return None
+    hooks, copies, waiting = (cost.get(name, 0.0) for name in ("hook_s", "capture_s", "wait_s"))
+    return (
+        f"{hooks / cost['step_s']:.1%} of the {cost['step_s']:.2f} s of the recorded steps: {hooks:.2f} s in hooks, "
+        f"of which {copies:.2f} s copies and statistics, {waiting:.2f} s waiting for the ring"
+    )
+
+
+def _lines(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [f"{name} {number}" for name, number in value.items()]
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [] if value in (None, "") else [f"{value:,}" if isinstance(value, int) else str(value)]
 
 
 @main.command()
 @_trace
-@_layers
-@_kinds
-@click.option("--step", type=int, help="One step.")
-@_where
-@click.option("--limit", default=40, show_default=True, help="Rows to print.")
+@_filters
+@_json
+def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str | None, as_json: bool) -> None:
+    """List what is recorded of each layer: kinds, dtypes, shapes, how many records."""
+    table = replay.open(trace).records(layers or None, kinds or None, where=where)
+    key = ("layer", "kind", "path", "dtype", "shape")
+    found: dict[tuple[Any, ...], list[int]] = {}
+    for *names, shape, step, kept in zip(*(table[n].to_pylist() for n in (*key, "step", "kept")), strict=True):
+        entry = found.setdefault((*names, tuple(shape)), [0, 0, step, step])
+        entry[0] += 1
+        entry[1] += kept
+        entry[2:] = min(entry[2], step), max(entry[3], step)
+    rows = [dict(zip((*key, "records", "tensors", "first", "last"), (*k, *v), strict=True)) for k, v in found.items()]
+    _print_rows(rows, as_json)
+
+
+@main.command()
+@_trace
+@_filters
+@_step
+@_limit
 @_json
 def stats(
     trace: Path,
     layers: tuple[str, ...],
     kinds: tuple[str, ...],
-    step: int | None,
     where: str | None,
+    step: int | None,
     limit: int,
     as_json: bool,
 ) -> None:
     """Print records with their statistics, in the order of execution."""
-    rows = replay.open(trace).records(layers or None, kinds or None, step, where).slice(0, limit).to_pylist()
+    table = replay.open(trace).records(layers or None, kinds or None, step, where)
+    _print_rows(table.slice(0, limit).to_pylist(), as_json, _COLUMNS)
+    if len(table) > limit:
+        click.echo(f"{len(table) - limit:,} more; --limit shows them.", err=True)
+
+
+@main.command()
+@_trace
+@click.argument("where")
+@_json
+def first(trace: Path, where: str, as_json: bool) -> None:
+    """Print the first record for which a condition holds, such as 'n_nan > 0'. Ends with 1 if there is none."""
+    found = replay.open(trace).first(where)
+    if found is None:
+        click.echo("null" if as_json else f"No record of {trace} has {where}.")
+        sys.exit(1)
     if as_json:
-        click.echo(json.dumps(rows))
+        _print_json(found)
+    else:
+        _print_rows([found], as_json, _COLUMNS)
+
+
+@main.command()
+@_trace
+@click.argument("layer")
+@click.option("--step", type=click.IntRange(0), help="The step; the last if not given.")
+@click.option("--kind", default="output", show_default=True)
+@click.option("--call", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--path", default="", help="Where in a nested output the tensor sits.")
+@click.option("--rank", default=0, show_default=True, type=click.IntRange(0))
+@_json
+def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -> None:
+    """Print one tensor: its statistics and its values, shortened."""
+    import numpy as np
+
+    opened = replay.open(trace)
+    if step is None:
+        steps = opened.steps
+        step = steps[-1] if steps else 0
+    tensor = opened.tensor(step, layer, **key)
+    same = opened.records(steps=step, kinds=key["kind"]).to_pylist()
+    wanted = {"layer": layer, "call": key["call"], "path": key["path"], "rank": key["rank"]}
+    record = next(row for row in same if all(row[name] == value for name, value in wanted.items()))
+    if as_json:
+        _print_json({**record, "values": tensor.tolist() if tensor.dtype.kind in "biuf" else str(tensor.tolist())})
         return
-    names = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
-    click.echo("  ".join(f"{name:>12}" for name in names))
-    for row in rows:
-        cells = (f"{row[n]:.4g}" if isinstance(row[n], float) else str(row[n]) for n in names)
-        click.echo("  ".join(f"{cell:>12}" for cell in cells))
+    for name, value in record.items():
+        click.echo(f"{name:9} {_cell(value)}")
+    click.echo(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
 
 
 @main.command()
 @_trace
 @click.argument("out", type=click.Path(path_type=Path))
-@_layers
-@_kinds
-@_where
+@_filters
+@click.option("--tensors", is_flag=True, help="Add a column with the values of each tensor.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 def export(
-    trace: Path, out: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str | None, overwrite: bool
+    trace: Path,
+    out: Path,
+    layers: tuple[str, ...],
+    kinds: tuple[str, ...],
+    where: str | None,
+    tensors: bool,
+    overwrite: bool,
 ) -> None:
-    """Write the statistics to a Parquet file, one row a record."""
-    replay.open(trace).select(layers or None, kinds or None, where=where).to_parquet(out, overwrite=overwrite)
-    click.echo(f"wrote {out}", file=sys.stderr)
+    """Write records to a Parquet file, one row a record, for pandas, polars, DuckDB, Spark."""
+    selection = replay.open(trace).select(layers or None, kinds or None, where=where)
+    selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
+    click.echo(f"wrote {out}", err=True)
+
+
+def _print_json(value: object) -> None:
+    """Print JSON; numbers that JSON lacks become null."""
+    click.echo(json.dumps(_finite(value), indent=1))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _print_rows(rows: Sequence[dict[str, Any]], as_json: bool, columns: Iterable[str] | None = None) -> None:
+    if as_json:
+        _print_json(list(rows))
+        return
+    names = list(columns if columns is not None else rows[0] if rows else ())
+    names = [name for name in names if name != "path"]
+    if any(row.get("path") for row in rows):
+        names.insert(names.index("kind") + 1, "path")
+    cells = [[_cell(row[name]) for name in names] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, header_style="bold")
+        for name in names:
+            table.add_column(name, justify="left" if name in ("layer", "kind", "path", "dtype", "shape") else "right")
+        for line in cells:
+            table.add_row(*map(Text, line))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    for line in (names, *cells):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return "×".join(map(str, value)) or "scalar"
+    return str(value)

@@ -70,8 +70,8 @@ _NUMPY_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
-_ML_NAMES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
-DTYPES = frozenset(_NUMPY_NAMES + _ML_NAMES)
+ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+DTYPES = frozenset(_NUMPY_NAMES + ML_DTYPES)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
@@ -82,7 +82,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     """
     if name in _NUMPY_NAMES:
         return np.dtype(name)
-    if name in _ML_NAMES:
+    if name in ML_DTYPES:
         import ml_dtypes
 
         dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))

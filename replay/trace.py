@@ -5,9 +5,6 @@ streams as dictionary-encoded columns, so that no string is copied. Where a tens
 """
 
 import difflib
-import fnmatch
-import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,30 +16,14 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from replay.errors import BadQuery, NotRecorded, StepNotCommitted, TraceDamaged, TraceNotFound, TraceTooNew
-from replay.format import (
-    END_FILE,
-    FORMAT,
-    KEPT,
-    MODEL_FILE,
-    MODES,
-    NOTES_FILE,
-    SCALARS_FILE,
-    STATISTICS,
-    STORE_DIRECTORIES,
-    TRACE_FILE,
-    VERSION,
-    WHY_NOT_KEPT,
-    Stream,
-    numpy_dtype,
-    whole_lines,
-)
+from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars
+from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
+from replay.filters import Names, Steps, globs_of, matches, rows_where, steps_condition
+from replay.format import KEPT, MODES, STATISTICS, STORE_DIRECTORIES, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
 from replay.seal import is_locked, is_sealed, read_streams
+from replay.selection import Selection
 from replay.zarr_store import ZarrReader
-
-Names = str | Iterable[str] | None
-Steps = int | slice | Iterable[int] | None
 
 
 def open(path: str | Path) -> "Trace":
@@ -66,9 +47,11 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.identity = _identity(path)
+        self.identity = read_identity(path)
         self._ranks: dict[int, _Rank] = {}
         self.refresh()
+        if not self._ranks:
+            raise TraceDamaged(f"{path} has a {TRACE_FILE} and no rank in it: what was recorded has been moved away.")
 
     def refresh(self) -> Self:
         """Look for steps that were committed since the last look."""
@@ -115,18 +98,40 @@ class Trace:
     def status(self) -> str:
         """Return "live" while it is written, "sealed" when it is finished, "torn" if its writer died."""
         states = {rank.status() for rank in self._ranks.values()}
-        return next((state for state in ("live", "torn") if state in states), "sealed" if states else "torn")
+        return next((state for state in ("live", "torn") if state in states), "sealed")
 
     @property
     def endings(self) -> dict[int, dict[str, Any]]:
         """How each sealed rank ended: `end.json`."""
-        return {n: end for n, rank in self._ranks.items() if (end := _json(rank.directory / END_FILE)) is not None}
+        return {n: end for n, rank in self._ranks.items() if (end := read_end(rank.directory)) is not None}
+
+    @property
+    def count(self) -> int:
+        """How many records are committed."""
+        return sum(rank.log.rows for rank in self._ranks.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are kept."""
+        return sum(
+            int(pa.compute.sum(rank.log.table(["nbytes"])["nbytes"]).as_py() or 0) for rank in self._ranks.values()
+        )
+
+    @property
+    def not_kept(self) -> dict[str, int]:
+        """How many records have statistics and no tensor, by the reason."""
+        found: dict[str, int] = {}
+        for rank in self._ranks.values():
+            for reason, count in zip(*np.unique(rank.log.table(["kept"])["kept"], return_counts=True), strict=True):
+                if reason != KEPT:
+                    why = WHY_NOT_KEPT.get(int(reason), "not kept")
+                    found[why] = found.get(why, 0) + int(count)
+        return found
 
     @property
     def notes(self) -> list[dict[str, Any]]:
         """What could not be recorded, and why."""
-        lines = (line for rank in self._ranks.values() for line in whole_lines(rank.directory / NOTES_FILE)[0])
-        return [json.loads(line) for line in lines]
+        return [note for rank in self._ranks.values() for note in read_notes(rank.directory)]
 
     @property
     def silent(self) -> list[tuple[str, str]]:
@@ -134,19 +139,14 @@ class Trace:
         heard = set(self.layers)
         found = []
         for rank in self._ranks.values():
-            for module in (_json(rank.directory / MODEL_FILE) or {"modules": []})["modules"]:
+            for module in read_modules(rank.directory):
                 if module["name"] not in heard and (module["recorded"] or "why" in module):
                     found.append((module["name"], module.get("why", "it was never called")))
         return list(dict.fromkeys(found))
 
     def scalars(self) -> pa.Table:
         """Return what was logged: columns rank, step, time (seconds since 1970), name, value."""
-        rows = []
-        for number, rank in self._ranks.items():
-            for line in whole_lines(rank.directory / SCALARS_FILE)[0]:
-                entry = json.loads(line)
-                for name, value in entry["values"].items():
-                    rows.append((number, entry["step"], entry["time"], name, float(value)))
+        rows = [(number, *row) for number, rank in self._ranks.items() for row in read_scalars(rank.directory)]
         columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 5
         types = (pa.int32(), pa.int64(), pa.float64(), pa.string(), pa.float64())
         names = ["rank", "step", "time", "name", "value"]
@@ -217,8 +217,7 @@ class Trace:
             near = difflib.get_close_matches(layer, self.layers, n=3, cutoff=0.3) or self.layers[:3]
             have = f"there are layers such as {', '.join(map(repr, near))}"
         return NotRecorded(
-            f"Step {step} of {self.path} has no {wanted}; {have}. "
-            f"Run `replay stats {self.path} --step {step}` to list what is there."
+            f"Step {step} of {self.path} has no {wanted}; {have}. Run `replay ls {self.path}` to list what is there."
         )
 
     def records(
@@ -238,13 +237,14 @@ class Trace:
         Raises:
             BadQuery: a filter cannot be understood.
         """
-        parts = [rank.records(number, layers, kinds, steps) for number, rank in sorted(self._ranks.items())]
-        table = pa.concat_tables(parts).unify_dictionaries() if parts else _Rank.no_records()
-        return table if where is None else _where(table, where)
+        wanted = globs_of(layers), globs_of(kinds)
+        parts = [rank.records(number, *wanted, steps) for number, rank in sorted(self._ranks.items())]
+        table = pa.concat_tables(parts).unify_dictionaries()
+        return table if where is None else rows_where(table, where)
 
     def select(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
-    ) -> "Selection":
+    ) -> Selection:
         """Return a selection of records; the arguments are those of `records`."""
         return Selection(self, layers, kinds, steps, where)
 
@@ -253,47 +253,6 @@ class Trace:
         found = self.records(where=where)
         rows: list[dict[str, Any]] = found.slice(0, 1).to_pylist()
         return rows[0] if rows else None
-
-
-@dataclass(frozen=True)
-class Selection:
-    """Some records of a trace."""
-
-    trace: Trace
-    layers: Names = None
-    kinds: Names = None
-    steps: Steps = None
-    where: str | None = None
-
-    def stats(self) -> pa.Table:
-        """Return the records with their statistics, as `Trace.records` does."""
-        return self.trace.records(self.layers, self.kinds, self.steps, self.where)
-
-    def to_pandas(self) -> Any:
-        """Return the records as a pandas DataFrame with plain strings."""
-        return _plain(self.stats()).to_pandas()
-
-    def tensors(self) -> Iterable[tuple[dict[str, Any], NDArray[Any]]]:
-        """Yield each record whose tensor was kept, and the tensor."""
-        for record in self.stats().to_pylist():
-            if record["kept"]:
-                key = {name: record[name] for name in ("step", "layer", "kind", "call", "path", "rank")}
-                yield record, self.trace.tensor(**key)
-
-    def to_parquet(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Write the records with their statistics to a Parquet file, one row a record.
-
-        Raises:
-            BadQuery: the file exists, and `overwrite` is false.
-        """
-        import pyarrow.parquet as pq
-
-        target = Path(path)
-        if target.exists() and not overwrite:
-            raise BadQuery(f"{target} exists already. Choose another file, or overwrite it.")
-        partial = target.with_name(target.name + ".partial")
-        pq.write_table(_plain(self.stats()), partial, compression="zstd")
-        partial.replace(target)
 
 
 @dataclass(frozen=True)
@@ -345,10 +304,13 @@ class _Rank:
             self._places[stream.id] = _Places(**{name: column[order] for name, column in columns.items()})
         return self._places[stream.id]
 
-    def records(self, number: int, layers: Names, kinds: Names, steps: Steps) -> pa.Table:
-        condition = _steps_condition(steps)
+    def records(
+        self, number: int, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None, steps: Steps
+    ) -> pa.Table:
+        known = self.steps()
+        condition = steps_condition(steps, int(known[-1]) if len(known) else -1)
         if layers is not None or kinds is not None:
-            wanted = [s.id for s in self.streams if _matches(s.layer, layers) and _matches(s.kind, kinds)]
+            wanted = [s.id for s in self.streams if matches(s.layer, layers) and matches(s.kind, kinds)]
             chosen = pa.compute.field("stream").isin(pa.array(wanted, pa.int32()))
             condition = chosen if condition is None else condition & chosen
         table = self.log.table(None, condition).combine_chunks()
@@ -379,80 +341,3 @@ class _Rank:
             **{name: table[name] for name in STATISTICS},
         }
         return pa.table(columns)
-
-    @staticmethod
-    def no_records() -> pa.Table:
-        raise TraceDamaged("The trace has no rank directory; recording did not begin.")
-
-
-def _identity(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise TraceNotFound(f"{path} {what}. A trace is the directory that was given to hookrec.attach().")
-    identity: dict[str, Any] | None = _json(path / TRACE_FILE)
-    if identity is None:
-        inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
-        hint = f" There are traces inside: {', '.join(inside[:5])}." if inside else ""
-        raise TraceNotFound(f"{path} is no trace: it has no {TRACE_FILE}.{hint}")
-    version = identity.get("version")
-    if identity.get("format") != FORMAT or not isinstance(version, int):
-        raise TraceDamaged(f"{path / TRACE_FILE} does not say that it is a {FORMAT}, or which version.")
-    if version > VERSION:
-        raise TraceTooNew(
-            f"{path} has version {version} of the format; this replay reads up to {VERSION}. Upgrade hookrec."
-        )
-    return identity
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (ValueError, OSError) as error:
-        raise TraceDamaged(f"{path} cannot be read: {error}") from None
-
-
-def _matches(name: str, globs: Names) -> bool:
-    return globs is None or any(fnmatch.fnmatchcase(name, g) for g in ([globs] if isinstance(globs, str) else globs))
-
-
-def _steps_condition(steps: Steps) -> Any:
-    if steps is None:
-        return None
-    field = pa.compute.field("step")
-    if isinstance(steps, int):
-        return field == steps
-    if not isinstance(steps, slice):
-        return field.isin(pa.array(list(steps), pa.int64()))
-    if (steps.step or 1) != 1:
-        begin, end, by = steps.start or 0, steps.stop, steps.step
-        if end is None:
-            raise BadQuery("A slice of steps with a stride needs an end, such as slice(0, 1000, 10).")
-        return field.isin(pa.array(range(begin, end, by), pa.int64()))
-    if (steps.start or 0) < 0 or (steps.stop or 0) < 0:
-        raise BadQuery(f"Steps count from 0; {steps} has a negative end.")
-    condition = field >= (steps.start or 0)
-    return condition if steps.stop is None else condition & (field < steps.stop)
-
-
-def _where(table: pa.Table, where: str) -> pa.Table:
-    import duckdb
-
-    with duckdb.connect(config={"enable_external_access": "false"}) as connection:
-        connection.register("records", table.append_column("hookrec_row", pa.array(np.arange(len(table)))))
-        try:
-            found = connection.execute(f"select hookrec_row from records where {where}").fetchnumpy()["hookrec_row"]
-        except duckdb.Error as error:
-            reason = str(error).splitlines()[0]
-            names = ", ".join(table.column_names)
-            raise BadQuery(f"where={where!r} cannot be understood: {reason} The columns are {names}.") from None
-    return table.take(pa.array(np.sort(np.asarray(found))))
-
-
-def _plain(table: pa.Table) -> pa.Table:
-    """Strings instead of dictionaries: some readers of Parquet do not take those."""
-    for index, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):
-            table = table.set_column(index, field.name, table[field.name].cast(pa.string()))
-    return table

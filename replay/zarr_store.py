@@ -124,6 +124,7 @@ class ZarrReader:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._files = _Files(os.O_RDONLY)
+        self._layouts: dict[Stream, _Appending] = {}
 
     def read(self, stream: Stream, rows: NDArray[np.int64], offsets: NDArray[np.int64]) -> bytearray:
         """Return the bytes of records, one after the other.
@@ -141,7 +142,9 @@ class ZarrReader:
         if not nbytes:
             return out
         view = memoryview(out)
-        layout = _Appending(stream, 0, self._root / _location(stream) / "data")
+        layout = self._layouts.get(stream)
+        if layout is None:
+            layout = self._layouts[stream] = _Appending(stream, 0, self._root / _location(stream) / "data")
         shards = rows // layout.shard_rows
         # Rows that follow each other without a gap, in one shard, are read at once.
         breaks = np.flatnonzero((np.diff(offsets) != nbytes) | (np.diff(shards) != 0)) + 1

@@ -194,7 +194,8 @@ def test_zarr_python_and_tensorstore_read_a_sealed_trace(tmp_path):
     assert np.array_equal(dataset.data.sel(step=2).values, expected[2])
 
 
-def test_exported_statistics_open_in_pandas_and_polars(tmp_path):
+def test_exported_statistics_open_in_pandas_polars_and_duckdb(tmp_path):
+    import duckdb
     import pandas as pd
     import polars as pl
 
@@ -209,6 +210,66 @@ def test_exported_statistics_open_in_pandas_and_polars(tmp_path):
     assert len(expected) == 18
     assert pd.read_parquet(tmp_path / "out.parquet")["l2"].tolist() == expected
     assert pl.read_parquet(tmp_path / "out.parquet")["l2"].to_list() == expected
+    assert [row[0] for row in duckdb.sql(f"select l2 from '{tmp_path}/out.parquet'").fetchall()] == expected
+
+
+def test_exported_tensors_are_those_of_the_trace(tmp_path):
+    import pandas as pd
+    import polars as pl
+
+    model = nn.Sequential(nn.Linear(3, 2), nn.Identity(), nn.Linear(2, 4).to(torch.bfloat16))
+    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0) as recorder:
+        for _ in range(3):
+            model[2](model[1](model[0](torch.randn(5, 3))).to(torch.bfloat16)).sum().backward()
+            recorder.step()
+    trace = replay.open(tmp_path / "a")
+
+    trace.select().to_parquet(tmp_path / "out.parquet", tensors=True)
+
+    expected = [tensor.astype(np.float32).ravel().tolist() for _, tensor in trace.select().tensors()]
+    assert len(expected) == 18
+    assert [list(values) for values in pd.read_parquet(tmp_path / "out.parquet")["values"]] == expected
+    assert pl.read_parquet(tmp_path / "out.parquet")["values"].to_list() == expected
+    with pytest.raises(replay.BadQuery, match="exists already"):
+        trace.select().to_parquet(tmp_path / "out.parquet")
+
+
+def test_xarray_has_a_labelled_dataset_of_each_stream(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0) as recorder:
+        for _ in range(4):
+            for _ in range(2 if recorder._recording.step_number % 2 else 1):
+                model[1](model[0](torch.randn(5, 3)))
+            recorder.step()
+    trace = replay.open(tmp_path / "a")
+
+    tree = trace.select(steps=slice(0, None, 2)).to_xarray()
+
+    assert tree["0/output"].data.dims == ("step", "d0", "d1")
+    assert np.array_equal(tree["0/output"].data.sel(step=2).values, trace.tensor(2, "0"))
+    everything = trace.select(layers="1").to_xarray()["1/output"]
+    assert everything.data.dims[0] == "row"
+    assert everything.step.values.tolist() == [0, 1, 1, 2, 3, 3]
+    assert everything.call.values.tolist() == [0, 0, 1, 0, 0, 1]
+
+
+def test_a_tensor_of_8_kb_is_read_within_100_microseconds(tmp_path):
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0) as recorder:
+        for _ in range(50):
+            model(torch.randn(32, 64)).sum().backward()
+            recorder.step()
+    trace = replay.open(tmp_path / "a")
+    for step in trace.steps:
+        assert trace.tensor(step, "1", "grad_output").nbytes == 8192
+
+    seconds = []
+    for step in trace.steps * 4:
+        begin = time.perf_counter()
+        trace.tensor(step, "1", "grad_output")
+        seconds.append(time.perf_counter() - begin)
+
+    assert np.median(seconds) <= 100e-6
 
 
 def test_a_live_trace_shows_each_step_within_a_second(tmp_path):
@@ -242,7 +303,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 50))])
 def test_a_killed_training_leaves_each_step_whole(tmp_path, seed):
     trace_path = tmp_path / "a"
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(trace_path)], stdout=subprocess.PIPE, text=True)
@@ -263,9 +324,10 @@ def test_a_killed_training_leaves_each_step_whole(tmp_path, seed):
     assert trace.endings[0]["how"] == "died"
     assert trace.steps == list(range(len(trace.steps)))
     assert trace.steps[-1] >= max(printed, default=0)
-    for step in (0, trace.steps[-1]):
+    for step in trace.steps[:: max(1, len(trace.steps) // 50)] + trace.steps[-1:]:
         assert len(trace.records(steps=step)) == 6
         assert np.all(trace.tensor(step, "2", "grad_output") == 1)
+        assert np.all(trace.tensor(step, "0", "grad_output")[0] == trace.tensor(step, "0", "grad_output")[31])
 
 
 def test_steps_between_sampled_ones_have_no_hook(tmp_path):
@@ -409,6 +471,12 @@ def test_a_newer_version_is_refused_by_its_number(tmp_path):
 def test_replay_brings_in_neither_torch_nor_hookrec():
     code = "import sys, replay; print([m for m in ('torch', 'hookrec') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+def test_replay_is_imported_within_300_milliseconds():
+    code = "import time; b = time.perf_counter(); import replay; print(time.perf_counter() - b)"
+    seconds = [float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3)]
+    assert min(seconds) < 0.3
 
 
 def test_the_training_process_never_imports_replay(tmp_path):

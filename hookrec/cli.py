@@ -1,0 +1,59 @@
+"""The command `hookrec`: what is done to trainings and their traces."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+import replay
+from replay.errors import ReplayError
+from replay.seal import is_locked, is_sealed, locked, seal
+
+
+class _Group(click.Group):
+    """Shows an error of ours as one message, never as a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ReplayError as error:
+            raise click.ClickException(str(error)) from None
+
+
+@click.group(cls=_Group)
+@click.version_option(package_name="hookrec")
+def main() -> None:
+    """Record PyTorch trainings. In a script: hookrec.attach(model, "runs/a"). To read a trace: replay info runs/a."""
+
+
+@main.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+def recover(trace: Path) -> None:
+    """Seal a trace whose writer was killed, or whose machine went down.
+
+    Each committed step stays as it is. May be repeated.
+    """
+    opened = replay.open(trace)
+    for number in opened.ranks:
+        directory = trace / f"rank-{number:05}"
+        if is_sealed(directory):
+            click.echo(f"rank {number} is sealed already")
+        elif is_locked(directory):
+            click.echo(f"rank {number} is being recorded; its writer will seal it")
+        else:
+            try:
+                with locked(directory):
+                    seal(directory, "recovered", "the writer was gone; sealed afterwards from the log", {})
+            except BlockingIOError:
+                click.echo(f"rank {number} is being recorded; its writer will seal it")
+                continue
+            except OSError as error:
+                raise click.ClickException(f"{directory} cannot be sealed: {error}.") from None
+            click.echo(f"rank {number} is recovered")
+    steps = opened.refresh().steps
+    click.echo(f"{trace} has {len(steps)} committed steps{f', {steps[0]} to {steps[-1]}' if steps else ''}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

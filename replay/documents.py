@@ -1,0 +1,118 @@
+"""The JSON files of a trace as their readers need them: what is no document of the format is named, never guessed.
+
+`trace.json` says what the trace is, `model.json` which modules there were, `end.json` how it ended; `notes.jsonl` and
+`scalars.jsonl` grow by a line at a time. Members that are not known are left alone: a later version may have them.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from replay.errors import TraceDamaged, TraceNotFound, TraceTooNew
+from replay.format import (
+    END_FILE,
+    FORMAT,
+    MODEL_FILE,
+    NOTES_FILE,
+    SCALARS_FILE,
+    TRACE_FILE,
+    VERSION,
+    whole_lines,
+)
+
+
+def read_identity(path: Path) -> dict[str, Any]:
+    """Return `trace.json`.
+
+    Raises:
+        TraceNotFound: there is no trace at the path.
+        TraceTooNew: its version is newer than this reader.
+        TraceDamaged: it is no such document.
+    """
+    if not path.is_dir():
+        what = "is a file" if path.exists() else "does not exist"
+        raise TraceNotFound(f"{path} {what}. A trace is the directory that was given to hookrec.attach().")
+    identity = _read(path / TRACE_FILE)
+    if identity is None:
+        inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
+        hint = f" There are traces inside: {', '.join(inside[:5])}." if inside else ""
+        raise TraceNotFound(f"{path} is no trace: it has no {TRACE_FILE}.{hint}")
+    version = identity.get("version")
+    if identity.get("format") != FORMAT or not isinstance(version, int) or isinstance(version, bool):
+        raise TraceDamaged(f"{path / TRACE_FILE} does not say that it is a {FORMAT}, or which version.")
+    if version > VERSION:
+        raise TraceTooNew(
+            f"{path} has version {version} of the format; this replay reads up to {VERSION}. Upgrade hookrec."
+        )
+    _check(path / TRACE_FILE, identity, plan=dict, provenance=dict, created=str)
+    return identity
+
+
+def read_modules(rank_directory: Path) -> list[dict[str, Any]]:
+    """Return the modules of `model.json`; none if it is not there yet."""
+    path = rank_directory / MODEL_FILE
+    model = _read(path)
+    if model is None:
+        return []
+    _check(path, model, modules=list)
+    for module in model["modules"]:
+        _check(path, module, name=str, recorded=bool, parameters=list, aliases=list)
+    modules: list[dict[str, Any]] = model["modules"]
+    return modules
+
+
+def read_end(rank_directory: Path) -> dict[str, Any] | None:
+    """Return `end.json`; None if the rank is not sealed."""
+    path = rank_directory / END_FILE
+    end = _read(path)
+    if end is not None:
+        _check(path, end, how=str, time=str, books=dict)
+    return end
+
+
+def read_notes(rank_directory: Path) -> list[dict[str, Any]]:
+    """Return what could not be recorded, and why."""
+    return list(_lines(rank_directory / NOTES_FILE, note=str))
+
+
+def read_scalars(rank_directory: Path) -> Iterator[tuple[int, float, str, float]]:
+    """Yield step, time, name and value of the numbers that were logged."""
+    path = rank_directory / SCALARS_FILE
+    for line in _lines(path, step=int, time=(int, float), values=dict):
+        for name, value in line["values"].items():
+            try:
+                yield line["step"], float(line["time"]), name, float(value)
+            except (TypeError, ValueError):
+                raise TraceDamaged(f"{path} has a value that is no number: {name!r} is {value!r}.") from None
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (ValueError, OSError) as error:
+        raise TraceDamaged(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise TraceDamaged(f"{path} holds a {type(found).__name__}, where an object belongs.")
+    return found
+
+
+def _lines(path: Path, **members: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(whole_lines(path)[0], 1):
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise TraceDamaged(f"Line {number} of {path} cannot be read: {error}") from None
+        _check(path, found, **members)
+        yield found
+
+
+def _check(path: Path, found: Any, **members: type | tuple[type, ...]) -> None:
+    """Raise TraceDamaged where an object lacks a member, or has it of another type."""
+    if not isinstance(found, dict):
+        raise TraceDamaged(f"{path} has a {type(found).__name__}, where an object belongs.")
+    for name, kind in members.items():
+        if not isinstance(found.get(name), kind):
+            raise TraceDamaged(f"{path} has {name!r} as {found.get(name)!r:.80}, which version {VERSION} does not.")

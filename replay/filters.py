@@ -1,0 +1,72 @@
+"""What a filter over records means: globs over names, steps as numbers or slices, conditions in SQL."""
+
+import fnmatch
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute
+
+from replay.errors import BadQuery
+
+Names = str | Iterable[str] | None
+"""A glob, several, or None for all."""
+Steps = int | slice | Iterable[int] | None
+"""A step, a slice of steps, several steps, or None for all."""
+
+
+def globs_of(names: Names) -> tuple[str, ...] | None:
+    """Return globs as a tuple; None stands for all."""
+    if names is None or isinstance(names, str):
+        return None if names is None else (names,)
+    return tuple(names)
+
+
+def matches(name: str, globs: tuple[str, ...] | None) -> bool:
+    """Return whether one of some globs matches a name; a name with brackets in it matches itself."""
+    return globs is None or any(name == glob or fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def steps_condition(steps: Steps, last: int) -> Any:
+    """Return a condition over the column `step` for pyarrow, or None for all.
+
+    Args:
+        steps: which steps; a slice may lack its ends and have a stride, and counts from 0.
+        last: the last step that there is.
+
+    Raises:
+        BadQuery: a negative step.
+    """
+    field = pa.compute.field("step")
+    if steps is None:
+        return None
+    if isinstance(steps, (int, np.integer)):
+        return field == int(steps)
+    if not isinstance(steps, slice):
+        return field.isin(pa.array([int(step) for step in steps], pa.int64()))
+    begin, end, by = steps.start or 0, last + 1 if steps.stop is None else steps.stop, steps.step or 1
+    if begin < 0 or end < 0 or by < 1:
+        raise BadQuery(f"Steps count from 0 upwards; {steps} does not. To have the last steps, ask trace.steps.")
+    if by != 1:
+        return field.isin(pa.array(range(begin, min(end, last + 1), by), pa.int64()))
+    return (field >= begin) & (field < end)
+
+
+def rows_where(table: pa.Table, where: str) -> pa.Table:
+    """Return the rows for which a condition in DuckDB's SQL holds, in the order of the table.
+
+    Raises:
+        BadQuery: the condition cannot be understood.
+    """
+    import duckdb
+
+    with duckdb.connect(config={"enable_external_access": "false"}) as connection:
+        connection.register("records", table.append_column("hookrec_row", pa.array(np.arange(len(table)))))
+        try:
+            found = connection.execute(f"select hookrec_row from records where {where}").fetchnumpy()["hookrec_row"]
+        except duckdb.Error as error:
+            reason = str(error).splitlines()[0]
+            names = ", ".join(table.column_names)
+            raise BadQuery(f"where={where!r} cannot be understood: {reason} The columns are {names}.") from None
+    return table.take(pa.array(np.sort(np.asarray(found))))

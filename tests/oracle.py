@@ -1,0 +1,132 @@
+"""What each layer really computed, learnt without a hook and without the recorder.
+
+The forward of each layer is replaced by one that gives the layer clones of what it gets, keeps what it returns, and
+hands clones of that on. So nothing that happens later can change what was kept, and `retain_grad` has the gradient of
+each output, whatever in-place changes follow.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import replay
+
+Key = tuple[int, str, str, int, str]
+"""step, layer, kind, call, path"""
+
+
+class Oracle:
+    """Keeps what the layers of a model return, and the gradients of it.
+
+    Attributes:
+        records: bytes of each record by its key, complete up to the last `step()`.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+        self.records: dict[Key, bytes] = {}
+        self._step = 0
+        self._calls: dict[str, int] = {}
+        self._waiting: list[tuple[Key, Tensor]] = []
+        for name, module in layers.items():
+            module.forward = self._watched(name, module.forward)
+
+    def _watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            given = _cloned((args, kwargs))
+            output = forward(*given[0], **given[1])
+            originals = {id(twin): tensor for twin, tensor in zip(_all(given), _all((args, kwargs)), strict=True)}
+            if isinstance(output, Tensor) and id(output) in originals and output._version == 0:
+                # Handed through, as by nn.Identity: the gradient is the total over all who use that tensor.
+                return self._keep(name, originals[id(output)])
+            return _cloned(self._keep(name, output))
+
+        return watched
+
+    def _keep(self, name: str, output: Any) -> Any:
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        for path, tensor in tensors_in(output):
+            self.records[self._step, name, "output", call, path] = raw(tensor)
+            if tensor.requires_grad:
+                tensor.retain_grad()
+                self._waiting.append(((self._step, name, "grad_output", call, path), tensor))
+        return output
+
+    def step(self) -> None:
+        """Take the gradients of the step, and begin the next."""
+        for key, tensor in self._waiting:
+            if tensor.grad is not None:
+                self.records[key] = raw(tensor.grad)
+        self._waiting.clear()
+        self._calls.clear()
+        self._step += 1
+
+
+def leaves(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules without children by their first name."""
+    return {name: module for name, module in model.named_modules() if not list(module.children())}
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The bytes of the elements in logical order."""
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+def recorded(trace: replay.Trace) -> dict[Key, bytes]:
+    """Whatever a trace holds, in the form of `Oracle.records`."""
+    found = {}
+    for record, tensor in trace.select().tensors():
+        key = tuple(record[name] for name in ("step", "layer", "kind", "call", "path"))
+        assert key not in found, f"{key} is recorded twice"
+        found[key] = tensor.tobytes()
+    return found
+
+
+def differences(got: Mapping[Key, bytes], want: Mapping[Key, bytes]) -> list[str]:
+    """What is missing, what is too much, and what differs."""
+    lines = [f"missing {key}" for key in want.keys() - got.keys()]
+    lines += [f"too much {key}" for key in got.keys() - want.keys()]
+    lines += [f"differs {key}" for key in got.keys() & want.keys() if got[key] != want[key]]
+    return sorted(lines)
+
+
+def tensors_in(value: Any, path: str = "") -> Iterable[tuple[str, Tensor]]:
+    """The tensors of nested values with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from tensors_in(item, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from tensors_in(item, f"{path}.{number}" if path else str(number))
+
+
+def _all(value: Any) -> list[Tensor]:
+    return [tensor for _, tensor in tensors_in(value)]
+
+
+def _cloned(value: Any) -> Any:
+    if isinstance(value, nn.Parameter):
+        return value
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, Mapping):
+        twin = copy.copy(value)
+        for name, item in value.items():
+            twin[name] = _cloned(item)
+        return twin
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_cloned, value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_cloned, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(
+            value, **{f.name: _cloned(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        )
+    return value
