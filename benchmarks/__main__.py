@@ -18,7 +18,7 @@ import torch
 import hookrec
 from benchmarks.workloads import RECORDS, STEPS, WORKLOADS, train_step
 
-ROUNDS = 5
+ROUNDS = 7
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "statistics": {"tensors": False},

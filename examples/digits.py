@@ -3,11 +3,13 @@
 One is a small convolutional net that learns; the other a deep sigmoid net, badly initialised, whose gradients vanish.
 """
 
+import copy
 import statistics
 import sys
 import time
 from pathlib import Path
 
+import pandas
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -16,7 +18,7 @@ from torch.nn import functional
 import hookrec
 import replay
 
-STEPS = 60
+STEPS = 200
 
 
 def train(
@@ -59,25 +61,32 @@ def main() -> None:
         nn.Linear(64, 10),
     )
     for name, model in (("convolutional", convolutional), ("sigmoid", sigmoid)):
-        bare = train(model, x, y, STEPS)
+        twin = copy.deepcopy(model)
+        bare = train(twin, x, y, STEPS)
         with hookrec.attach(model, out / name) as rec:
             recorded = train(model, x, y, STEPS, rec)
-        trace = replay.open(out / name)
-        loss = [row["value"] for row in trace.scalars().to_pylist() if row["name"] == "loss"]
-        print(
-            f"\n{name}: {len(trace.steps)} steps, {len(trace.records())} records, loss {loss[0]:.3f} to {loss[-1]:.3f}"
-        )
+        same = all(map(torch.equal, model.state_dict().values(), twin.state_dict().values()))
+        report(name, model, out)
         print(f"  median step {bare * 1e3:.1f} ms bare, {recorded * 1e3:.1f} ms recorded")
-        gradients = trace.select(kinds="grad_output").to_pandas().groupby("layer", sort=False)["l2"].median()
-        print("  median l2 of the gradient, from the last layer to the first:")
-        for layer, l2 in gradients.items():
-            print(f"    {layer:>3} {type(model[int(layer)]).__name__:8} {l2:.2e}")
-        vanished = trace.records(kinds="grad_output", where=f"l2 < {1e-4 * gradients.max()}").to_pylist()
-        if vanished:
-            layers = sorted({row["layer"] for row in vanished}, key=int)
-            print(f"  vanishing gradients from step {vanished[0]['step']} in layers {', '.join(layers)}")
-        trace.select().to_parquet(out / f"{name}.parquet")
-        print(f"  statistics for pandas: {out / name}.parquet")
+        print(f"  the parameters are {'' if same else 'NOT '}those of the bare run, bit for bit")
+
+
+def report(name: str, model: nn.Module, out: Path) -> None:
+    """Print what replay says of a training."""
+    trace = replay.open(out / name)
+    loss = [row["value"] for row in trace.scalars().to_pylist() if row["name"] == "loss"]
+    print(f"\n{name}: {len(trace.steps)} steps, {trace.count:,} records, loss {loss[0]:.3f} to {loss[-1]:.3f}")
+    parquet = out / f"{name}.parquet"
+    trace.select().to_parquet(parquet)
+    records = pandas.read_parquet(parquet)
+    gradients = records[records.kind == "grad_output"].groupby("layer", sort=False).l2.median()
+    print(f"  median l2 of the gradient, from the last layer to the first (pandas, from {parquet}):")
+    for layer, l2 in gradients.items():
+        print(f"    {layer:>3} {type(model[int(layer)]).__name__:8} {l2:.2e}")
+    vanished = trace.records(kinds="grad_output", where=f"l2 < {1e-4 * gradients.max()}").to_pylist()
+    if vanished:
+        layers = sorted({row["layer"] for row in vanished}, key=int)
+        print(f"  vanishing gradients from step {vanished[0]['step']} in layers {', '.join(layers)}")
 
 
 if __name__ == "__main__":

@@ -159,42 +159,43 @@ class Writer:
         columns["offset"] = np.full(count, -1, np.int64)
         columns["crc32c"] = np.zeros(count, np.uint32)
         kept = np.flatnonzero(columns["kept"] == KEPT)
-        streams = columns["stream"][kept]
-        order = kept[np.argsort(streams, kind="stable")]
-        ends = np.flatnonzero(np.diff(columns["stream"][order], append=-1)) + 1
-        begin = 0
-        for end in ends.tolist():
-            self._write_stream(order[begin:end], rows, columns)
+        order = kept[np.argsort(columns["stream"][kept], kind="stable")]
+        ends = (np.flatnonzero(np.diff(columns["stream"][order], append=-1)) + 1).tolist()
+        # Lists, since numpy takes its time over single elements, and time that is taken here the training lacks.
+        streams, places, sizes = (rows[name][order].tolist() for name in ("stream", "place", "nbytes"))
+        begin, found = 0, list[tuple[int, int]]()
+        for end in ends:
+            try:
+                found += self._write_stream(streams[begin], places[begin:end], sizes[begin])
+            except OSError as error:
+                found += [(-1, -1)] * (end - begin)
+                columns["kept"][order[begin:end]] = STORE_FAILED
+                self._stop_tensors(STORE_FAILED, error)
             begin = end
-        columns["nbytes"][columns["kept"] != KEPT] = 0
+        if found:
+            columns["row"][order], columns["offset"][order] = np.array(found, np.int64).T
+        checksums = columns["crc32c"]
+        checksums[order] = rows["checksum"][order]
+        for i in order[rows["checksum"][order] < 0].tolist():
+            place = int(rows["place"][i])
+            checksums[i] = google_crc32c.value(self._readable[place : place + int(rows["nbytes"][i])])
+        failed = columns["kept"] != KEPT
+        columns["nbytes"][failed] = checksums[failed] = 0
+        self._bytes += int(columns["nbytes"].sum())
         return columns
 
-    def _write_stream(self, at: NDArray[np.int64], rows: NDArray[Any], columns: dict[str, NDArray[Any]]) -> None:
-        """Write the tensors of one stream, whose rows are number `at`."""
+    def _write_stream(self, stream: int, places: list[int], nbytes: int) -> list[tuple[int, int]]:
+        """Write the tensors of a stream; return the row and offset of each.
+
+        Raises:
+            OSError: they were not written.
+        """
         if self._store is None or self._control.stop_tensors == STORE_FAILED:
-            columns["kept"][at] = STORE_FAILED
-            return
-        stream, nbytes = int(rows["stream"][at[0]]), int(rows["nbytes"][at[0]])
-        places = rows["place"][at].tolist()
-        self._uncommitted.setdefault(stream, self._store.rows(stream))
-        try:
-            first, offsets = self._store.append(
-                stream, [self._memory[place : place + stride_of(nbytes)] for place in places]
-            )
-        except OSError as error:
-            columns["kept"][at] = STORE_FAILED
-            self._stop_tensors(STORE_FAILED, error)
-            return
-        columns["row"][at] = np.arange(first, first + len(at))
-        columns["offset"][at] = offsets
-        if nbytes:
-            # Mostly the kernel has the checksum, which had the bytes in its cache; to read them here would cost the
-            # training memory bandwidth.
-            columns["crc32c"][at] = [
-                known if known >= 0 else google_crc32c.value(self._readable[place : place + nbytes])
-                for known, place in zip(rows["checksum"][at].tolist(), places, strict=True)
-            ]
-            self._bytes += nbytes * len(at)
+            raise OSError("the store has failed before")
+        if stream not in self._uncommitted:
+            self._uncommitted[stream] = self._store.rows(stream)
+        stride = stride_of(nbytes)
+        return self._store.append(stream, [self._memory[place : place + stride] for place in places])
 
     def _commit(self) -> None:
         """Commit what is pending."""

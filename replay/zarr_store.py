@@ -74,7 +74,7 @@ class ZarrWriter:
         (group / "data" / "c").mkdir(exist_ok=True)
         self._streams[stream.id] = _Appending(stream, rows, group / "data")
 
-    def append(self, stream_id: int, records: Sequence[memoryview]) -> tuple[int, NDArray[np.int64]]:
+    def append(self, stream_id: int, records: Sequence[memoryview]) -> list[tuple[int, int]]:
         """Write records of a stream.
 
         Args:
@@ -83,7 +83,7 @@ class ZarrWriter:
                 goes by direct I/O, padding. What goes by direct I/O must lie on a page border.
 
         Returns:
-            The row of the first in the stream, and the byte offsets of all in their shards, of shape `(records,)`.
+            Of each record its row in the stream and its byte offset in the shard.
 
         Raises:
             OSError: the file could not be written; no row is taken.
@@ -97,13 +97,13 @@ class ZarrWriter:
             path = stream.shard_path(shard)
             if place == 0:
                 path.parent.mkdir(parents=True, exist_ok=True)
-            self._files.write(path, records[done:end], place * stream.stride, direct=goes_direct(stream.nbytes))
+            self._files.write(path, records[done:end], place * stream.stride, direct=stream.direct)
             if place + end - done == stream.shard_rows:
                 self._files.drop(path)
                 _finish_shard(path, stream.shard_rows, stream)
             done = end
         stream.rows = first + count
-        return first, np.arange(first, first + count) % stream.shard_rows * stream.stride
+        return [(row, row % stream.shard_rows * stream.stride) for row in range(first, first + count)]
 
     def rows(self, stream_id: int) -> int:
         """Return how many rows a stream has."""
@@ -203,7 +203,7 @@ def seal_stream(
 class _Appending:
     """The layout of a stream's shards, and how many rows it has."""
 
-    __slots__ = ("data", "dimensions", "nbytes", "rows", "shard_rows", "stride")
+    __slots__ = ("_shard", "_shard_path", "data", "dimensions", "direct", "nbytes", "rows", "shard_rows", "stride")
 
     def __init__(self, stream: Stream, rows: int, data: Path) -> None:
         nbytes = stream.nbytes
@@ -211,11 +211,16 @@ class _Appending:
         self.dimensions = len(stream.shape)
         self.nbytes = nbytes
         self.stride = stride_of(nbytes)
+        self.direct = goes_direct(nbytes)
         self.shard_rows = rows_per_shard(nbytes)
         self.rows = rows
+        self._shard = -1
+        self._shard_path = data
 
     def shard_path(self, shard: int) -> Path:
-        return self.data.joinpath("c", str(shard), *("0",) * self.dimensions)
+        if shard != self._shard:
+            self._shard, self._shard_path = shard, self.data.joinpath("c", str(shard), *("0",) * self.dimensions)
+        return self._shard_path
 
 
 def _location(stream: Stream) -> str:
