@@ -14,7 +14,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #define AVX2 __attribute__((target("avx2,fma,f16c")))
-#define AVX512 __attribute__((target("avx512f")))
+#define AVX512 __attribute__((target("avx512f,sse4.2")))
 #define SSE42 __attribute__((target("sse4.2")))
 #endif
 
@@ -91,12 +91,73 @@ static float half(uint16_t h) {
     return f;
 }
 
+/* --- CRC-32C, by the processor's instruction ---------------------------------------------------------- */
+
+#if defined(__x86_64__)
+/* The instruction takes three cycles and can be begun in each, so four parts run side by side. They are put together by what
+ * PART zero bytes do to a checksum, which is linear: a table for each of its four bytes. */
+#define PART 512
+static uint32_t after_part[4][256], after_elements[4][256]; /* the latter: of SEGMENT bytes */
+
+SSE42 static void make_table(uint32_t table[4][256], int bytes) {
+    for (int bit = 0; bit < 32; bit++) {
+        uint64_t crc = (uint64_t)1 << bit;
+        for (int i = 0; i < bytes; i += 8) crc = _mm_crc32_u64(crc, 0);
+        for (int value = 0; value < 256; value++)
+            if (value >> bit % 8 & 1) table[bit / 8][value] ^= (uint32_t)crc;
+    }
+}
+
+__attribute__((constructor)) static void make_tables(void) {
+    if (!__builtin_cpu_supports("sse4.2")) return;
+    make_table(after_part, PART);
+    make_table(after_elements, SEGMENT);
+}
+
+static uint32_t look_up(uint32_t table[4][256], uint64_t crc) {
+    return table[0][crc & 255] ^ table[1][crc >> 8 & 255] ^ table[2][crc >> 16 & 255] ^ table[3][crc >> 24 & 255];
+}
+
+static uint32_t after_segment(uint32_t crc, int size) {
+    for (int i = 0; i < size; i++) crc = look_up(after_elements, crc);
+    return crc;
+}
+
+/* Eight bytes of each of four parts. */
+SSE42 static inline __attribute__((always_inline)) void checksum_words(uint64_t crc[4], const char *data) {
+    for (int k = 0; k < 4; k++) {
+        uint64_t word;
+        memcpy(&word, data + k * PART, 8);
+        crc[k] = _mm_crc32_u64(crc[k], word);
+    }
+}
+
+static inline __attribute__((always_inline)) void join_parts(uint64_t crc[4]) {
+    for (int k = 1; k < 4; k++) crc[0] = look_up(after_part, crc[0]) ^ crc[k], crc[k] = 0;
+}
+
+SSE42 static uint32_t checksum(uint32_t begin, const char *data, size_t bytes) {
+    uint64_t crc[4] = {begin, 0, 0, 0}, word;
+    for (; bytes >= 4 * PART; data += 4 * PART, bytes -= 4 * PART) {
+        for (int i = 0; i < PART; i += 8) checksum_words(crc, data + i);
+        join_parts(crc);
+    }
+    for (; bytes >= 8; data += 8, bytes -= 8) {
+        memcpy(&word, data, 8);
+        crc[0] = _mm_crc32_u64(crc[0], word);
+    }
+    for (; bytes > 0; data++, bytes--) crc[0] = _mm_crc32_u8((uint32_t)crc[0], (uint8_t)*data);
+    return (uint32_t)crc[0];
+}
+#endif
+
 /* --- blocks: the part that is compiled for each processor -------------------------------------------------------- */
 
 /* Takes a whole block of BLOCK floats; returns 0, and has added nothing, if one of them is not finite: finiteness and the largest
  * magnitude are the largest bits without the sign, so they cost one integer maximum. No branch in the loop and LANES
  * accumulators, so that a compiler makes vector code without being allowed to reorder sums. */
-static int add_floats_any(const float *x, struct sums *s) {
+static int add_floats_any(const float *x, struct sums *s, uint32_t *checksum) {
+    (void)checksum;
     uint32_t top[LANES] = {0}, zero[LANES] = {0}, most = 0;
     float low[LANES], high[LANES];
     double sum[LANES], square[LANES], shift = s->shift;
@@ -147,7 +208,8 @@ static void copy_any(char *to, const char *from, size_t bytes, int streaming) {
 
 #if defined(__x86_64__)
 /* The same loop by hand: compilers do not vectorise it well. */
-AVX2 static int add_floats_avx2(const float *x, struct sums *s) {
+AVX2 static int add_floats_avx2(const float *x, struct sums *s, uint32_t *checksum) {
+    (void)checksum;
     const __m256d shift = _mm256_set1_pd(s->shift);
     const __m256i sign_off = _mm256_set1_epi32(0x7fffffff), none = _mm256_setzero_si256();
     __m256i top = none, zeros = none;
@@ -193,7 +255,9 @@ AVX2 static int add_floats_avx2(const float *x, struct sums *s) {
     return 1;
 }
 
-AVX512 static int add_floats_avx512(const float *x, struct sums *s) {
+/* With the checksum, which runs on a port of the processor that the sums leave idle. */
+AVX512 static inline __attribute__((always_inline)) int add_and_checksum(const float *x, struct sums *s, uint32_t *checksum) {
+    uint64_t crc[4] = {checksum ? *checksum : 0, 0, 0, 0};
     const __m512d shift = _mm512_set1_pd(s->shift);
     const __m512i sign_off = _mm512_set1_epi32(0x7fffffff), none = _mm512_setzero_si512(), one = _mm512_set1_epi32(1);
     __m512i top = none, zeros = none;
@@ -213,12 +277,19 @@ AVX512 static int add_floats_avx512(const float *x, struct sums *s) {
             low = _mm512_min_ps(low, a);
             high = _mm512_max_ps(high, a);
         }
+        if (checksum) {
+            /* 128 bytes of the 4096 in each round: 32 of each of four parts, and two such halves. */
+            const char *data = (const char *)x + i / 512 * 2048 + i % 512;
+            for (int j = 0; j < 4; j++) checksum_words(crc, data + 8 * j);
+            if (i % 512 == 480) join_parts(crc);
+        }
         for (int k = 0; k < 4; k++) {
             __m512d d = _mm512_sub_pd(_mm512_cvtps_pd(_mm256_loadu_ps(x + i + 8 * k)), shift);
             sum[k] = _mm512_add_pd(sum[k], d);
             square[k] = _mm512_fmadd_pd(d, d, square[k]);
         }
     }
+    if (checksum) *checksum = (uint32_t)crc[0];
     if (_mm512_reduce_max_epu32(top) >= 0x7f800000) return 0;
     for (int k = 0; k < 4; k++) {
         _mm512_storeu_pd(s->sum + 8 * k, sum[k]);
@@ -229,6 +300,10 @@ AVX512 static int add_floats_avx512(const float *x, struct sums *s) {
     s->min = least < s->min ? least : s->min;
     s->max = greatest > s->max ? greatest : s->max;
     return 1;
+}
+
+AVX512 static int add_floats_avx512(const float *x, struct sums *s, uint32_t *checksum) {
+    return checksum ? add_and_checksum(x, s, checksum) : add_and_checksum(x, s, NULL);
 }
 
 AVX2 static void bfloat16_block_avx2(const uint16_t *from, float *to) {
@@ -264,16 +339,17 @@ AVX2 static void copy_avx2(char *to, const char *from, size_t bytes, int streami
 #endif
 
 struct functions {
-    int (*add_floats)(const float *, struct sums *);
+    int (*add_floats)(const float *, struct sums *, uint32_t *);
     void (*bfloat16_block)(const uint16_t *, float *);
     void (*half_block)(const uint16_t *, float *);
     void (*copy)(char *, const char *, size_t, int);
+    int checksums; /* whether add_floats takes the checksum along */
 };
 
-static const struct functions ANY = {add_floats_any, bfloat16_block_any, half_block_any, copy_any};
+static const struct functions ANY = {add_floats_any, bfloat16_block_any, half_block_any, copy_any, 0};
 #if defined(__x86_64__)
-static const struct functions FOR_AVX2 = {add_floats_avx2, bfloat16_block_avx2, half_block_avx2, copy_avx2};
-static const struct functions FOR_AVX512 = {add_floats_avx512, bfloat16_block_avx2, half_block_avx2, copy_avx2};
+static const struct functions FOR_AVX2 = {add_floats_avx2, bfloat16_block_avx2, half_block_avx2, copy_avx2, 0};
+static const struct functions FOR_AVX512 = {add_floats_avx512, bfloat16_block_avx2, half_block_avx2, copy_avx2, 1};
 #endif
 
 static const struct functions *functions_of_processor(void) {
@@ -331,22 +407,28 @@ static void to_doubles(const char *from, int count, int dtype, double *to) {
     }
 }
 
-static void add_block(const char *from, int count, int dtype, const struct functions *f, struct sums *s) {
+/* Adds a block to the sums; returns whether it took the checksum along. */
+static int add_block(
+    const char *from, int count, int dtype, const struct functions *f, struct sums *s, uint32_t *checksum) {
     float floats[BLOCK];
     double doubles[BLOCK];
     const float *x = floats;
-    int whole = count == BLOCK;
-    if (whole && (dtype == FLOAT32 || dtype == BFLOAT16 || dtype == FLOAT16)) {
+    int checked = 0;
+    if (count == BLOCK && (dtype == FLOAT32 || dtype == BFLOAT16 || dtype == FLOAT16)) {
         if (dtype == FLOAT32) {
             if ((uintptr_t)from % 4) memcpy(floats, from, sizeof floats);
             else x = (const float *)from;
         } else if (dtype == BFLOAT16) f->bfloat16_block((const uint16_t *)from, floats);
         else f->half_block((const uint16_t *)from, floats);
         if (!s->has_shift && isfinite(x[0])) { s->has_shift = 1; s->shift = x[0]; }
-        if (s->has_shift && f->add_floats(x, s)) return;
+        if (s->has_shift) {
+            checked = checksum != NULL && dtype == FLOAT32 && f->checksums;
+            if (f->add_floats(x, s, checked ? checksum : NULL)) return checked;
+        }
     }
     to_doubles(from, count, dtype, doubles);
     add_one_by_one(doubles, count, s);
+    return checked;
 }
 
 /* Squares of float64 values may overflow where the values do not: once more, in units of the largest. */
@@ -435,63 +517,6 @@ static void conclude(const struct part *all, const char *source, int64_t numel, 
         if (out->absmax > 0) scaled(source, numel, dtype, out->absmax, out);
 }
 
-/* --- CRC-32C, by the processor's instruction ---------------------------------------------------------- */
-
-#if defined(__x86_64__)
-/* The instruction takes three cycles and can be begun in each, so three parts of a block run side by side. They are put together by what
- * PART zero bytes do to a checksum, which is linear: a table for each of its four bytes. */
-#define PART 1344
-static uint32_t after_part[4][256], after_elements[4][256]; /* the latter: of SEGMENT bytes */
-
-SSE42 static void make_table(uint32_t table[4][256], int bytes) {
-    for (int bit = 0; bit < 32; bit++) {
-        uint64_t crc = (uint64_t)1 << bit;
-        for (int i = 0; i < bytes; i += 8) crc = _mm_crc32_u64(crc, 0);
-        for (int value = 0; value < 256; value++)
-            if (value >> bit % 8 & 1) table[bit / 8][value] ^= (uint32_t)crc;
-    }
-}
-
-__attribute__((constructor)) static void make_tables(void) {
-    if (!__builtin_cpu_supports("sse4.2")) return;
-    make_table(after_part, PART);
-    make_table(after_elements, SEGMENT);
-}
-
-static uint32_t look_up(uint32_t table[4][256], uint32_t crc) {
-    return table[0][crc & 255] ^ table[1][crc >> 8 & 255] ^ table[2][crc >> 16 & 255] ^ table[3][crc >> 24];
-}
-
-static uint32_t shifted(uint32_t crc) { return look_up(after_part, crc); }
-
-static uint32_t after_segment(uint32_t crc, int size) {
-    for (int i = 0; i < size; i++) crc = look_up(after_elements, crc);
-    return crc;
-}
-
-SSE42 static uint32_t checksum(uint32_t crc, const char *data, size_t bytes) {
-    uint64_t words[3], a, b, c;
-    for (; bytes >= 3 * PART; data += 3 * PART, bytes -= 3 * PART) {
-        a = crc, b = 0, c = 0;
-        for (int i = 0; i < PART; i += 8) {
-            memcpy(words, data + i, 8);
-            memcpy(words + 1, data + PART + i, 8);
-            memcpy(words + 2, data + 2 * PART + i, 8);
-            a = _mm_crc32_u64(a, words[0]);
-            b = _mm_crc32_u64(b, words[1]);
-            c = _mm_crc32_u64(c, words[2]);
-        }
-        crc = shifted(shifted((uint32_t)a) ^ (uint32_t)b) ^ (uint32_t)c;
-    }
-    for (; bytes >= 8; data += 8, bytes -= 8) {
-        memcpy(words, data, 8);
-        crc = (uint32_t)_mm_crc32_u64(crc, words[0]);
-    }
-    for (; bytes > 0; data++, bytes--) crc = _mm_crc32_u8(crc, (uint8_t)*data);
-    return crc;
-}
-#endif
-
 static int can_checksum(void) {
 #if defined(__x86_64__)
     return __builtin_cpu_supports("sse4.2");
@@ -532,10 +557,11 @@ static void do_segment(struct job *job, int number) {
             job->f->copy(to, from, bytes, job->streaming);
             to += bytes;
         }
+        int checked = 0;
+        if (job->with_statistics) checked = add_block(from, count, job->dtype, job->f, &s, job->with_checksum ? &crc : NULL);
 #if defined(__x86_64__)
-        if (job->with_checksum) crc = checksum(crc, from, bytes);
+        if (job->with_checksum && !checked) crc = checksum(crc, from, bytes);
 #endif
-        if (job->with_statistics) add_block(from, count, job->dtype, job->f, &s);
         from += bytes;
     }
 #if defined(__x86_64__)
