@@ -23,7 +23,7 @@ import dataclasses
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookrec.calls import DTYPE_NAMES, Call
 from hookrec.compiled import EagerSteps
+from hookrec.inputs import Entrance, Frame, Frames, Input, Share, sources
 from hookrec.layers import Layer
 from hookrec.uncopied import Uncopied
 
@@ -47,6 +48,13 @@ _MAX_DEPTH = 16
 Cut = Callable[[Tensor], Tensor]
 
 
+class Named(Protocol):
+    """Whatever has records: its name, and the numbers of its streams by kind, path, dtype and shape."""
+
+    name: str
+    streams: dict[tuple[str, str, torch.dtype, torch.Size], int]
+
+
 class Sink(Protocol):
     """Takes what the hooks report. Called from any thread that runs forward or backward passes."""
 
@@ -57,7 +65,7 @@ class Sink(Protocol):
         """Return which forward pass of a root in the step is under way, from 0."""
         ...
 
-    def take(self, layer: "HookedLayer", kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
+    def take(self, layer: "Named", kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
         """Record a tensor; return its statistics."""
         ...
 
@@ -146,14 +154,23 @@ class Entry(Uncopied):
 class GradientHook:
     """The hook on one output tensor; holds the key of what its gradient belongs to."""
 
-    __slots__ = ("_call", "_count", "_cut", "_hooks", "_layer", "_path")
+    __slots__ = ("_call", "_count", "_cut", "_hooks", "_kind", "_layer", "_path")
 
-    def __init__(self, hooks: "Hooks", layer: HookedLayer, path: str, call: Call, cut: Cut | None = None) -> None:
+    def __init__(
+        self,
+        hooks: "Hooks",
+        layer: HookedLayer,
+        path: str,
+        call: Call,
+        cut: Cut | None = None,
+        kind: str = "grad_output",
+    ) -> None:
         self._hooks = hooks
         self._layer = layer
         self._path = path
         self._call = call
         self._cut = cut
+        self._kind = kind
         self._count = 0
 
     def __call__(self, gradient: Tensor | None) -> None:
@@ -170,9 +187,9 @@ class GradientHook:
             self._count += 1
             values = recordable(gradient)
             if isinstance(values, str):
-                hooks.sink.note(self._layer.name, f"grad_output: {values}")
+                hooks.sink.note(self._layer.name, f"{self._kind}: {values}")
             else:
-                hooks.sink.take(self._layer, "grad_output", path, values, self._call)
+                hooks.sink.take(self._layer, self._kind, path, values, self._call)
         except Exception as error:
             hooks.sink.fault(error)
         hooks.seconds += time.perf_counter() - begin
@@ -184,49 +201,63 @@ class Hooks:
     `install` and `remove` may be called any number of times; after `remove` the modules are as they were before.
     """
 
-    def __init__(self, layers: Iterable[Layer], sink: Sink, *, outputs: bool, gradients: bool) -> None:
+    def __init__(self, layers: Iterable[Layer], sink: Sink, kinds: Collection[str]) -> None:
         self.sink = sink
         self.alive = True
         self.installed = False
         self.seconds = 0.0
-        self._outputs = outputs
-        self._gradients = gradients
+        self._outputs = "output" in kinds
+        self._gradients = "grad_output" in kinds
+        self._inputs = "input" in kinds
+        self._input_gradients = "grad_input" in kinds
+        self._frames = Frames() if self._inputs or self._input_gradients else None
         self._layers: list[HookedLayer] = []
-        self._handles: list[RemovableHandle] = []
-        self._last: list[tuple[RemovableHandle, Any]] = []
+        self._handles: dict[HookedLayer, list[tuple[RemovableHandle, Any]]] = {}
         self._tensor_handles: list[RemovableHandle] = []
         self._eager = EagerSteps()
         self.choose(layers)
 
     def choose(self, layers: Iterable[Layer]) -> None:
         """Hook these layers from now on; a layer that was hooked under the same name goes on."""
-        installed = self.installed
-        self.remove()
         known = {(id(hook.module()), hook.name): hook for hook in self._layers}
         self._layers = [known.get((id(layer.module), layer.name)) or HookedLayer(layer, self) for layer in layers]
-        if installed:
-            self.install()
+        for hook in self._handles.keys() - set(self._layers):
+            self._take_off(hook)
+        if self.installed:
+            self._put_on()
 
     def install(self) -> None:
         """Put the hooks on the modules."""
-        if self.installed:
-            return
-        self.installed = True
+        if not self.installed:
+            self.installed = True
+            self._put_on()
+            self._eager.enter()
+
+    def _put_on(self) -> None:
         for hook in self._layers:
             module = hook.module()
-            if module is not None:
-                if self._gradients:
-                    self._handles.append(module.register_forward_pre_hook(Entry(hook)))
-                handle = module.register_forward_hook(hook)
-                self._handles.append(handle)
-                self._last.append((handle, module._forward_hooks))
-        self._eager.enter()
+            # A hook that is on already stays, since the module may be in the middle of calling its hooks.
+            if module is not None and hook not in self._handles:
+                self._handles[hook] = [(handle, handle.hooks_dict_ref()) for handle in self._register(module, hook)]
+
+    def _register(self, module: nn.Module, hook: HookedLayer) -> Iterator[RemovableHandle]:
+        if self._frames is not None:
+            yield module.register_forward_pre_hook(Entrance(hook, self._enter), with_kwargs=True)
+        elif self._gradients:
+            yield module.register_forward_pre_hook(Entry(hook))
+        if self._outputs or self._gradients or self._frames is not None:
+            yield module.register_forward_hook(hook)
+
+    def _take_off(self, hook: HookedLayer) -> None:
+        for handle, _ in self._handles.pop(hook, ()):
+            handle.remove()
 
     def be_last(self) -> None:
-        """Move our hooks behind those that were put on after them: only the last sees what the caller gets."""
-        for handle, hooks in self._last:
-            if next(reversed(hooks), None) != handle.id and handle.id in hooks:
-                hooks.move_to_end(handle.id)
+        """Move our hooks behind those that were put on after them: only the last sees what the layer and caller get."""
+        for handles in self._handles.values():
+            for handle, hooks in handles:
+                if next(reversed(hooks), None) != handle.id and handle.id in hooks:
+                    hooks.move_to_end(handle.id)
 
     def remove(self) -> None:
         """Take the hooks off the modules; gradients of recorded outputs are still reported."""
@@ -234,16 +265,41 @@ class Hooks:
             return
         self.installed = False
         self._eager.leave()
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        self._last.clear()
+        for hook in list(self._handles):
+            self._take_off(hook)
 
     def end_step(self) -> None:
         """Take the hooks off tensors that outlive the step."""
         for handle in self._tensor_handles:
             handle.remove()
         self._tensor_handles.clear()
+        if self._frames is not None:
+            self._frames.stack.clear()  # calls that ended by an exception
+
+    def _enter(self, layer: HookedLayer, args: Any, kwargs: Any) -> None:
+        """Note that a layer was entered, and with what; called by its pre-hook."""
+        if layer.hooks is not self or self._frames is None:
+            return
+        begin = time.perf_counter()
+        try:
+            frame = Frame(layer)
+            self._frames.stack.append(frame)
+            if _transforms() is None:
+                again = _graph_task() != -1
+                for path, tensor in flatten_arguments(args, kwargs):
+                    values = recordable(tensor)
+                    if isinstance(values, str):
+                        if self._inputs:
+                            self.sink.note(layer.name, f"input: {values}")
+                        continue
+                    if self._inputs and not again:
+                        with torch.no_grad():
+                            frame.values.append((path, values.detach().clone()))
+                    if self._input_gradients and tensor.requires_grad and torch.is_grad_enabled():
+                        frame.inputs.append(Input(path, tensor, _cutter))
+        except Exception as error:
+            self.sink.fault(error)
+        self.seconds += time.perf_counter() - begin
 
     def close(self) -> None:
         """Remove every hook; whatever is still in a graph reports nothing any more."""
@@ -266,10 +322,14 @@ class Hooks:
             if not tensors and output is not None:
                 self.sink.note(layer.name, f"returned a {type(output).__qualname__}, in which no tensor was found")
         step = self.sink.step_number
+        frame = self._frames.leave(layer) if self._frames is not None else None
         if _graph_task() != -1:
-            self._recomputation(layer, tensors, step)
+            self._recomputation(layer, tensors, step, frame)
             return
         call = Call(step, layer.next_call(step), self.sink.micro(layer.root), 0 if module.training else 1)
+        if frame is not None:
+            for path, tensor in frame.values:
+                self.sink.take(layer, "input", path, tensor, call)
         fingerprint = None
         for path, tensor in tensors:
             values = recordable(tensor)
@@ -278,18 +338,21 @@ class Hooks:
             elif self._outputs:
                 statistics = self.sink.take(layer, "output", path, values, call)
                 fingerprint = fingerprint or statistics
-        if self._gradients:
+        if self._gradients or self._input_gradients:
             if not torch.is_grad_enabled() and tensors:
                 layer.await_recomputation(call, fingerprint or self._fingerprint(tensors))
             else:
-                self._watch(layer, tensors, call)
+                self._watch(layer, tensors, call, frame)
 
-    def _recomputation(self, layer: HookedLayer, tensors: list[tuple[str, Tensor]], step: int) -> None:
+    def _recomputation(
+        self, layer: HookedLayer, tensors: list[tuple[str, Tensor]], step: int, frame: Frame | None
+    ) -> None:
         """Where the first pass ran without grad, the gradients come to the outputs of the second."""
-        if self._gradients and any(tensor.requires_grad for _, tensor in tensors):
+        wanted = self._gradients or self._input_gradients
+        if wanted and any(tensor.requires_grad for _, tensor in tensors):
             call = layer.recomputed(step, lambda: self._fingerprint(tensors))
             if call is not None:
-                self._watch(layer, tensors, call)
+                self._watch(layer, tensors, call, frame)
 
     def _fingerprint(self, tensors: list[tuple[str, Tensor]]) -> bytes:
         for _, tensor in tensors:
@@ -298,11 +361,11 @@ class Hooks:
                 return self.sink.fingerprint(values)
         return b""
 
-    def _watch(self, layer: HookedLayer, tensors: list[tuple[str, Tensor]], call: Call) -> None:
-        """Put hooks on outputs, so that their gradients are reported."""
-        for path, tensor in tensors:
-            if not tensor.requires_grad:
-                continue
+    def _watch(self, layer: HookedLayer, tensors: list[tuple[str, Tensor]], call: Call, frame: Frame | None) -> None:
+        """Put hooks on outputs and on what leads to the inputs, so that their gradients are reported."""
+        inputs = frame.inputs if frame is not None else []
+        outputs = [(path, tensor) for path, tensor in tensors if tensor.requires_grad]
+        for path, tensor in outputs if self._gradients else ():
             # Reading grad_fn refreshes the history of a stale view; without that, register_hook may crash the process.
             if tensor.grad_fn is None:
                 self._tensor_handles.append(_hook(tensor, GradientHook(self, layer, path, call)))
@@ -312,28 +375,66 @@ class Hooks:
                 base = _base(tensor)
                 _hook(base, GradientHook(self, layer, path, call, _cutter(tensor, base)))
             else:
-                self._watch_shared_view(layer, path, tensor, call)
+                hooks = [(GradientHook(self, layer, path, call), _cutter(tensor, _base(tensor)))]
+                if (item := frame.input_of(_base(tensor)) if frame is not None else None) is not None:
+                    # The layer made a view of its input. If that is changed in place, the node that hands on the
+                    # input's share is lost with the view's.
+                    hooks.append((GradientHook(self, layer, item.path, call, kind="grad_input"), item.cut or _whole))
+                self._watch_shared_view(tensor, hooks)
+        if frame is not None and inputs and outputs:
+            self._watch_inputs(layer, frame, [tensor for _, tensor in outputs], call)
 
-    def _watch_shared_view(self, layer: HookedLayer, path: str, tensor: Tensor, call: Call) -> None:
-        """Put a hook on a view and one on its base, for the case that an in-place change unhooks the view."""
+    def _watch_inputs(self, layer: HookedLayer, frame: Frame, outputs: list[Tensor], call: Call) -> None:
+        def report(path: str, cut: Cut | None = None) -> GradientHook:
+            return GradientHook(self, layer, path, call, cut, "grad_input")
+
+        passed = set()
+        for output in outputs:
+            _ = output.grad_fn
+            for item in frame.inputs:
+                if item.is_handed_through(output):
+                    passed.add(item.path)
+                    handle = _hook(output, report(item.path))
+                    if output.grad_fn is None:
+                        self._tensor_handles.append(handle)
+        frame.inputs = [item for item in frame.inputs if item.path not in passed]
+        found = sources(frame, outputs)
+        for path, nodes in found.items():
+            Share(nodes, report(path))
+
+    def _watch_shared_view(self, tensor: Tensor, hooks: list[tuple[GradientHook, Cut]]) -> None:
+        """Put a hook on a view and one on its base, for the case that an in-place change unhooks the view.
+
+        Args:
+            tensor: the view.
+            hooks: the hook on it, and others that are called only if the view's is not; each with what cuts its
+                gradient out of the base's.
+        """
         base = _base(tensor)
-        hook = GradientHook(self, layer, path, call)
-        cut = _cutter(tensor, base)
         reference, version = weakref.ref(base), base._version
         seen: set[int] = set()
 
         def on_view(gradient: Tensor) -> None:
             seen.add(_graph_task())
-            hook(gradient)
+            hooks[0][0](gradient)
 
         def on_base(gradient: Tensor) -> None:
             now = reference()
             changed = now is None or now._version != version
             if changed and _graph_task() not in seen:
-                hook(cut(gradient))
+                for hook, cut in hooks:
+                    hook(cut(gradient))
 
         _hook(tensor, on_view)
         _hook(base, on_base)
+
+
+def flatten_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a call's arguments: by position, or by keyword."""
+    for position, value in enumerate(args):
+        yield from flatten(value, str(position))
+    for name, value in kwargs.items():
+        yield from flatten(value, name)
 
 
 def flatten(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
@@ -409,6 +510,10 @@ def _can_cut(view: Tensor) -> bool:
         and view.layout is torch.strided
         and not (view.is_nested or view.is_conj() or view.is_neg() or base.is_conj() or base.is_neg())
     )
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient
 
 
 def _cutter(view: Tensor, base: Tensor) -> Cut:

@@ -8,7 +8,8 @@ from typing import Any
 
 from hookrec.errors import AttachError
 
-KINDS = ("output", "grad_output")
+KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")
+DEFAULT_KINDS = ("output", "grad_output")
 STORES = ("zarr",)
 WHEN_FULL = ("block", "skip")
 CLOCKS = ("optimizer", "forward", "manual")
@@ -37,7 +38,7 @@ class Plan:
 
     layers: tuple[str, ...] = ("*",)
     containers: bool = False
-    kinds: tuple[str, ...] = KINDS
+    kinds: tuple[str, ...] = DEFAULT_KINDS
     every: int = 1
     tensors: bool = True
     store: str = "zarr"

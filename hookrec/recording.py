@@ -20,8 +20,9 @@ from hookrec.calls import Call
 from hookrec.capture import Capture
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
-from hookrec.hooks import HookedLayer, Hooks
+from hookrec.hooks import Hooks, Named
 from hookrec.layers import Layer, choose, describe, layers_of
+from hookrec.parameters import Parameters
 from hookrec.plan import Plan
 from hookrec.ring import LIMIT, WriterGone
 from hookrec.writer_process import WriterProcess
@@ -55,7 +56,9 @@ class Recording:
         self._writer = writer
         self._ring = writer.ring
         self._capture = Capture(self._ring, plan)
-        self._hooks = Hooks(layers, self, outputs="output" in plan.kinds, gradients="grad_output" in plan.kinds)
+        self._hooks = Hooks(layers, self, plan.kinds)
+        self._parameters = Parameters(self, plan.kinds, plan.layers)
+        self._parameters.choose(layers_of(models))
         self._scalars: dict[str, float] = {}
         self._noted: set[tuple[str, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
@@ -75,10 +78,12 @@ class Recording:
         """Return which forward pass of a root in the step is under way, from 0."""
         return max(0, self._clock.forwards[root] - 1)
 
-    def take(self, layer: HookedLayer, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
+    def take(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
         """Record a tensor; return its statistics."""
         key = (kind, path, tensor.dtype, tensor.shape)
         stream = layer.streams.get(key)
+        if self._parameters.waiting:
+            self._parameters.materialise()
         if stream is None:
             stream = layer.streams[key] = self._capture.stream(layer.name, *key)
         return self._capture.record(stream, tensor, call)
@@ -142,6 +147,7 @@ class Recording:
             with contextlib.suppress(AttachError):  # what matched before may be gone now
                 chosen = choose(layers, self._plan.layers, containers=self._plan.containers)
                 self._hooks.choose(chosen)
+                self._parameters.choose(layers)
                 self._ring.facts["model"] = describe(layers, chosen)
 
     def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -171,12 +177,15 @@ class Recording:
         if sampled:
             self._choose_again()
             self._hooks.install()
+            self._parameters.install()
         else:
             self._hooks.remove()
+            self._parameters.remove()
 
     def _end_step(self) -> None:
         with self._capture.lock:
             self._hooks.end_step()
+            self._parameters.end_step()
             self._logged = set(self._scalars)
             if self._capture.records or self._scalars or self._ring.facts:
                 self._send_step()
@@ -226,6 +235,7 @@ class Recording:
         self._registrations.remove()
         self._clock.close()
         self._hooks.close()
+        self._parameters.close()
         with self._capture.lock, contextlib.suppress(Exception):
             if how != "failed" and (self._capture.records or self._scalars):
                 self._send_step()
@@ -243,6 +253,7 @@ class Recording:
         """Be as if there had never been a recording, in a child that was forked from the training."""
         self.active = False
         self._hooks.close()
+        self._parameters.close()
         self._writer.forget()
 
 

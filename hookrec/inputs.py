@@ -1,0 +1,182 @@
+"""What goes into a layer: its inputs as they are when it is entered, and their gradients through this call alone.
+
+The gradient that a hook on an input tensor sees is the total over all who use the tensor. The share of one call comes
+from the graph: the nodes that the call made have sequence numbers from its entry on; those among them whose next edge
+is the input's hand its share on, and a hook on the node sees it. Nothing is added to the graph, so in-place successors
+go on working, and keyword inputs are like others.
+
+A call is numbered when it is completed, so inputs are copied at entry and kept in a frame until then. Frames lie on a
+stack a thread; a call that ends by an exception leaves its frame behind, which goes with that of its caller.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from hookrec.uncopied import Uncopied
+
+if TYPE_CHECKING:
+    from hookrec.hooks import HookedLayer
+
+Cut = Callable[[Tensor], Tensor]
+Edge = tuple[Node, int]
+
+_graph_task = torch._C._current_graph_task_id
+_sequence_number = torch._C._autograd._get_sequence_nr
+_thread = threading.get_ident
+
+
+class Input:
+    """One input that requires grad: its path, which tensor it was, and where its gradient goes.
+
+    Attributes:
+        base_edge: of the tensor that it is a view of, if that requires grad; an in-place change re-bases to it.
+        cut: cuts the view's gradient out of the base's.
+    """
+
+    __slots__ = ("base_edge", "cut", "edge", "path", "tensor_id")
+
+    def __init__(self, path: str, tensor: Tensor, cutter: Callable[[Tensor, Tensor], Cut]) -> None:
+        self.path = path
+        self.tensor_id = id(tensor)
+        self.edge = _edge(tensor)
+        self.base_edge: Edge | None = None
+        self.cut: Cut | None = None
+        if tensor._is_view():
+            base = tensor._base
+            if base is not None and base.requires_grad:
+                self.base_edge, self.cut = _edge(base), cutter(tensor, base)
+
+    def is_handed_through(self, output: Tensor) -> bool:
+        """Whether an output is this very tensor, with the same history."""
+        return id(output) == self.tensor_id and _edge(output) == self.edge
+
+
+class Frame:
+    """A call that is under way."""
+
+    __slots__ = ("inputs", "layer", "sequence", "values")
+
+    def __init__(self, layer: "HookedLayer") -> None:
+        self.layer = layer
+        self.sequence = _sequence_number()
+        self.values: list[tuple[str, Tensor]] = []
+        self.inputs: list[Input] = []
+
+    def input_of(self, base: Tensor) -> Input | None:
+        """Return the input that is a tensor, or a view of it."""
+        edge = _edge(base)
+        return next((item for item in self.inputs if edge in (item.base_edge or item.edge, item.edge)), None)
+
+
+class Frames(threading.local):
+    """The calls that are under way in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+
+    def leave(self, layer: "HookedLayer") -> Frame | None:
+        """Take the frame of a layer's innermost call off the stack, with whatever was left above it."""
+        for at in range(len(self.stack) - 1, -1, -1):
+            if self.stack[at].layer is layer:
+                frame = self.stack[at]
+                del self.stack[at:]
+                return frame
+        return None
+
+
+class Entrance(Uncopied):
+    """The pre-hook of a module whose inputs are wanted."""
+
+    __slots__ = ("_enter", "_layer")
+
+    def __init__(self, layer: "HookedLayer", enter: Callable[["HookedLayer", Any, Any], None]) -> None:
+        self._layer = layer
+        self._enter = enter
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note the call."""
+        self._layer.entered = (_thread(), _sequence_number())
+        self._enter(self._layer, args, kwargs)
+
+
+def sources(frame: Frame, outputs: Iterable[Tensor]) -> dict[str, list[tuple[Node, int, Cut | None]]]:
+    """Find the nodes of a call that hand gradients on to its inputs.
+
+    Returns:
+        By the path of the input: nodes, which of their gradients it is, and how to cut the input's share out of it.
+    """
+    wanted: dict[Edge, list[str]] = {}
+    bases: dict[Edge, Input] = {}
+    for item in frame.inputs:
+        wanted.setdefault(item.edge, []).append(item.path)
+        if item.base_edge is not None:
+            bases[item.base_edge] = item
+    beyond = {node for node, _ in wanted} | {node for node, _ in bases}
+    waiting = [node for output in outputs if (node := output.grad_fn) is not None]
+    seen: set[Node] = set()
+    found: dict[str, list[tuple[Node, int, Cut | None]]] = {}
+    while waiting:
+        node = waiting.pop()
+        if node in seen or node in beyond or node._sequence_nr() < frame.sequence:
+            continue
+        seen.add(node)
+        for number, (following, output_number) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            edge = (following, output_number)
+            if edge in wanted:
+                for path in wanted[edge]:
+                    found.setdefault(path, []).append((node, number, None))
+            elif edge in bases and node.name().endswith("CopySlices"):
+                found.setdefault(bases[edge].path, []).append((node, number, bases[edge].cut))
+            else:
+                waiting.append(following)
+    return found
+
+
+class Share:
+    """Adds up what the nodes of one call hand on to one input, in each backward pass, and reports the sum."""
+
+    __slots__ = ("_nodes", "_report", "_sums")
+
+    def __init__(self, nodes: list[tuple[Node, int, Cut | None]], report: Callable[[Tensor], None]) -> None:
+        self._report = report
+        self._nodes = len(nodes)
+        self._sums: dict[int, Tensor | None] = {}
+        for node, number, cut in nodes:
+            node.register_hook(self._hook(number, cut))
+
+    def _hook(self, number: int, cut: Cut | None) -> Callable[[Any, Any], None]:
+        def hook(inputs: tuple[Tensor | None, ...], outputs: Any) -> None:
+            gradient = inputs[number]
+            if gradient is not None and cut is not None:
+                gradient = cut(gradient)
+            if self._nodes == 1:
+                if gradient is not None:
+                    self._report(gradient)
+                return
+            task = _graph_task()
+            if task not in self._sums:
+                self._sums[task] = None
+                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._flush(task))
+            if gradient is not None:
+                with torch.no_grad():
+                    before = self._sums[task]
+                    self._sums[task] = gradient.detach().clone() if before is None else before + gradient.detach()
+
+        return hook
+
+    def _flush(self, task: int) -> None:
+        total = self._sums.pop(task, None)
+        if total is not None:
+            self._report(total)
+
+
+def _edge(tensor: Tensor) -> Edge:
+    edge: GradientEdge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
