@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookrec.errors import AttachError
 from hookrec.plan import CLOCKS
+from hookrec.scaler import ScalerWatch
 from hookrec.uncopied import Uncopied
 
 
@@ -26,6 +27,8 @@ class Clock:
             "forward" for forward passes of the roots, or "manual".
         tick: ends a step.
         begin_forward: is called before each forward pass of a root that is watched.
+        end_forward: is called after each of these.
+        log: takes the scale of gradients (`grad_scale`), and `skipped` for a step that a GradScaler skipped.
 
     Raises:
         AttachError: it is no clock.
@@ -37,6 +40,8 @@ class Clock:
         clock: str | Optimizer,
         tick: Callable[[], None],
         begin_forward: Callable[[], None],
+        end_forward: Callable[[], None],
+        log: Callable[[str, float], None],
     ) -> None:
         check(clock)
         self.manual = clock == "manual"
@@ -44,14 +49,19 @@ class Clock:
         self._by_forward = clock == "forward"
         self._given = isinstance(clock, Optimizer)
         self._optimizer = weakref.ref(clock) if isinstance(clock, Optimizer) else None
+        self._scaler: ScalerWatch | None = None
+        self._skipping = False
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._models = [weakref.ref(model) for model in models.values()]
         self._tick = tick
         self._begin_forward = begin_forward
+        self.end_forward = end_forward
+        self._log = log
         self._root_handles: list[Any] = []
         self._handle = None
         if not self.manual and not self._by_forward:
             self._handle = register_optimizer_step_post_hook(self._stepped)
+            self._scaler = ScalerWatch(self._about_to_step, self._perhaps_skipped)
 
     def begin_step(self, *, sampled: bool) -> None:
         """Count forward passes from 0 again.
@@ -65,9 +75,9 @@ class Clock:
             if not self._root_handles:
                 roots = [model for reference in self._models if (model := reference()) is not None]
                 hooks = [_RootHook(self, number, model) for number, model in enumerate(roots)]
-                self._root_handles = [
-                    root.register_forward_pre_hook(hook, prepend=True) for root, hook in zip(roots, hooks, strict=True)
-                ]
+                for root, hook in zip(roots, hooks, strict=True):
+                    self._root_handles.append(root.register_forward_pre_hook(hook, prepend=True))
+                    self._root_handles.append(root.register_forward_hook(_RootEnd(self, root)))
         else:
             self._unwatch()
 
@@ -76,6 +86,8 @@ class Clock:
         self._unwatch()
         if self._handle is not None:
             self._handle.remove()
+        if self._scaler is not None:
+            self._scaler.close()
 
     def _unwatch(self) -> None:
         for handle in self._root_handles:
@@ -90,18 +102,32 @@ class Clock:
         self._begin_forward()
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._skipping = False
+        if self._counts(optimizer):
+            self._tick()
+
+    def _about_to_step(self, scale: float) -> None:
+        self._skipping = True
+        self._log("grad_scale", scale)
+
+    def _perhaps_skipped(self, optimizer: Optimizer) -> None:
+        if self._skipping and self._counts(optimizer):
+            self._log("skipped", 1.0)
+            self._tick()
+
+    def _counts(self, optimizer: Optimizer) -> bool:
+        """Whether a step of an optimizer ends ours."""
         if self.manual:
-            return
+            return False
         # Some trainings make a new optimizer for each phase; the clock goes on with it when the first is gone.
         if self._optimizer is None or (self._optimizer() is None and not self._given):
             if optimizer in self._strangers:
-                return
+                return False
             if not self._is_ours(optimizer):
                 self._strangers.add(optimizer)
-                return
+                return False
             self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is optimizer:
-            self._tick()
+        return self._optimizer() is optimizer
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         ours = {id(p) for model in self._models if (m := model()) is not None for p in m.parameters()}
@@ -119,6 +145,18 @@ class _RootHook(Uncopied):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._model() is module:
             self._clock.forward(self._number)
+
+
+class _RootEnd(Uncopied):
+    """The hook on a root that runs after it."""
+
+    def __init__(self, clock: Clock, model: nn.Module) -> None:
+        self._clock = clock
+        self._model = weakref.ref(model)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._model() is module:
+            self._clock.end_forward()
 
 
 def check(clock: object) -> None:

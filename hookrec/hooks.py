@@ -8,7 +8,8 @@ A hook on a tensor has pitfalls of its own:
 
 * A Linear on 3-D input returns a view of its matrix product (MaxPool1d, Flatten and others do so too). An in-place
   successor re-bases the history of a view, and a hook on it then never runs. The hook on its base does, so the gradient
-  is cut out of the base's.
+  is cut out of the base's. If the base is not the layer's own, others use it too: then it is cut out of what the node
+  of the in-place change hands on, which is looked for at the end of the forward pass.
 * A view whose base was changed behind its back has a stale `grad_fn`, and `register_hook` on it can crash
   the process (pytorch 196459). Reading `grad_fn` first refreshes it.
 * A hook on a tensor without history (a parameter, an input) stays for ever. Those are removed at the end of the step.
@@ -37,6 +38,7 @@ from hookrec.compiled import EagerSteps
 from hookrec.inputs import Entrance, Frame, Frames, Input, Share, sources
 from hookrec.layers import Layer
 from hookrec.uncopied import Uncopied
+from hookrec.views import Cut, SharedView, base_of, can_cut, cutter, whole
 
 _thread = threading.get_ident
 _graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
@@ -44,8 +46,6 @@ _transforms = torch._C._functorch.peek_interpreter_stack
 _sequence_number = torch._C._autograd._get_sequence_nr
 
 _MAX_DEPTH = 16
-
-Cut = Callable[[Tensor], Tensor]
 
 
 class Named(Protocol):
@@ -214,6 +214,7 @@ class Hooks:
         self._layers: list[HookedLayer] = []
         self._handles: dict[HookedLayer, list[tuple[RemovableHandle, Any]]] = {}
         self._tensor_handles: list[RemovableHandle] = []
+        self._unsettled: list[SharedView] = []
         self._eager = EagerSteps()
         self.choose(layers)
 
@@ -273,6 +274,7 @@ class Hooks:
         for handle in self._tensor_handles:
             handle.remove()
         self._tensor_handles.clear()
+        self._unsettled.clear()
         if self._frames is not None:
             self._frames.stack.clear()  # calls that ended by an exception
 
@@ -282,6 +284,7 @@ class Hooks:
             return
         begin = time.perf_counter()
         try:
+            self.settle()
             frame = Frame(layer)
             self._frames.stack.append(frame)
             if _transforms() is None:
@@ -296,7 +299,7 @@ class Hooks:
                         with torch.no_grad():
                             frame.values.append((path, values.detach().clone()))
                     if self._input_gradients and tensor.requires_grad and torch.is_grad_enabled():
-                        frame.inputs.append(Input(path, tensor, _cutter))
+                        frame.inputs.append(Input(path, tensor))
         except Exception as error:
             self.sink.fault(error)
         self.seconds += time.perf_counter() - begin
@@ -314,6 +317,7 @@ class Hooks:
         if _transforms() is not None:
             self.sink.note(layer.name, "called under torch.func (vmap, grad, jvp): there are no values to record")
             return
+        self.settle()
         tensors: list[tuple[str, Tensor]]
         if type(output) is Tensor:
             tensors = [("", output)]
@@ -365,28 +369,34 @@ class Hooks:
         """Put hooks on outputs and on what leads to the inputs, so that their gradients are reported."""
         inputs = frame.inputs if frame is not None else []
         outputs = [(path, tensor) for path, tensor in tensors if tensor.requires_grad]
+        through: dict[str, SharedView] = {}
         for path, tensor in outputs if self._gradients else ():
             # Reading grad_fn refreshes the history of a stale view; without that, register_hook may crash the process.
             if tensor.grad_fn is None:
                 self._tensor_handles.append(_hook(tensor, GradientHook(self, layer, path, call)))
-            elif not tensor._is_view() or not _can_cut(tensor):
+            elif not tensor._is_view() or not can_cut(tensor):
                 _hook(tensor, GradientHook(self, layer, path, call))
-            elif _made_in_call(_base(tensor), layer) and sum(t._base is tensor._base for _, t in tensors) == 1:
-                base = _base(tensor)
-                _hook(base, GradientHook(self, layer, path, call, _cutter(tensor, base)))
+            elif _made_in_call(base_of(tensor), layer) and sum(t._base is tensor._base for _, t in tensors) == 1:
+                base = base_of(tensor)
+                _hook(base, GradientHook(self, layer, path, call, cutter(tensor, base)))
             else:
-                hooks = [(GradientHook(self, layer, path, call), _cutter(tensor, _base(tensor)))]
-                if (item := frame.input_of(_base(tensor)) if frame is not None else None) is not None:
-                    # The layer made a view of its input. If that is changed in place, the node that hands on the
-                    # input's share is lost with the view's.
-                    hooks.append((GradientHook(self, layer, item.path, call, kind="grad_input"), item.cut or _whole))
-                self._watch_shared_view(tensor, hooks)
+                hooks = [(GradientHook(self, layer, path, call), cutter(tensor, base_of(tensor)))]
+                item = frame.input_of(base_of(tensor)) if frame is not None and len(outputs) == 1 else None
+                if item is not None:  # the layer made a view of its input
+                    hooks.append((GradientHook(self, layer, item.path, call, kind="grad_input"), item.cut or whole))
+                view = self._watch_shared_view(tensor, hooks)
+                if item is not None:
+                    through[item.path] = view
         if frame is not None and inputs and outputs:
-            self._watch_inputs(layer, frame, [tensor for _, tensor in outputs], call)
+            self._watch_inputs(layer, frame, [tensor for _, tensor in outputs], call, through)
 
-    def _watch_inputs(self, layer: HookedLayer, frame: Frame, outputs: list[Tensor], call: Call) -> None:
-        def report(path: str, cut: Cut | None = None) -> GradientHook:
-            return GradientHook(self, layer, path, call, cut, "grad_input")
+    def _watch_inputs(
+        self, layer: HookedLayer, frame: Frame, outputs: list[Tensor], call: Call, through: dict[str, SharedView]
+    ) -> None:
+        def report(path: str) -> Callable[[Tensor], None]:
+            if path in through:
+                return through[path].take_from_input
+            return GradientHook(self, layer, path, call, kind="grad_input")
 
         passed = set()
         for output in outputs:
@@ -398,35 +408,23 @@ class Hooks:
                     if output.grad_fn is None:
                         self._tensor_handles.append(handle)
         frame.inputs = [item for item in frame.inputs if item.path not in passed]
-        found = sources(frame, outputs)
-        for path, nodes in found.items():
+        for path, nodes in sources(frame, outputs).items():
             Share(nodes, report(path))
 
-    def _watch_shared_view(self, tensor: Tensor, hooks: list[tuple[GradientHook, Cut]]) -> None:
-        """Put a hook on a view and one on its base, for the case that an in-place change unhooks the view.
+    def _watch_shared_view(self, tensor: Tensor, hooks: list[tuple[GradientHook, Cut]]) -> SharedView:
+        """Put hooks on a view whose base others use as well, and on the base."""
+        base = base_of(tensor)
+        view = SharedView(base, hooks)
+        _hook(tensor, view.take_from_view)
+        _hook(base, view.take_from_base)
+        self._unsettled.append(view)
+        return view
 
-        Args:
-            tensor: the view.
-            hooks: the hook on it, and others that are called only if the view's is not; each with what cuts its
-                gradient out of the base's.
-        """
-        base = _base(tensor)
-        reference, version = weakref.ref(base), base._version
-        seen: set[int] = set()
-
-        def on_view(gradient: Tensor) -> None:
-            seen.add(_graph_task())
-            hooks[0][0](gradient)
-
-        def on_base(gradient: Tensor) -> None:
-            now = reference()
-            changed = now is None or now._version != version
-            if changed and _graph_task() not in seen:
-                for hook, cut in hooks:
-                    hook(cut(gradient))
-
-        _hook(tensor, on_view)
-        _hook(base, on_base)
+    def settle(self, *, last: bool = False) -> None:
+        """Look for in-place changes of views: when a layer is called, and for the last time after a forward pass."""
+        if self._unsettled:
+            waiting = [view for view in self._unsettled if not view.settle()]
+            self._unsettled = [] if last else waiting
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
@@ -488,48 +486,8 @@ def _hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> RemovableHandle:
     return handle
 
 
-def _base(view: Tensor) -> Tensor:
-    base = view._base
-    assert base is not None
-    return base
-
-
 def _made_in_call(base: Tensor, layer: HookedLayer) -> bool:
     """Whether the history of a base was made in this call of the layer, so that nobody else knows it yet."""
     thread, entered = layer.entered
     node = base.grad_fn
     return node is not None and thread == _thread() and node._sequence_nr() >= entered
-
-
-def _can_cut(view: Tensor) -> bool:
-    """Whether a view's gradient can be cut out of that of its base."""
-    base = _base(view)
-    return (
-        base.grad_fn is not None
-        and base.dtype == view.dtype
-        and view.layout is torch.strided
-        and not (view.is_nested or view.is_conj() or view.is_neg() or base.is_conj() or base.is_neg())
-    )
-
-
-def _whole(gradient: Tensor) -> Tensor:
-    return gradient
-
-
-def _cutter(view: Tensor, base: Tensor) -> Cut:
-    """Return a function that cuts the gradient of a view out of the gradient of its base."""
-    size = view.size()
-    if view.numel() == base.numel() and view.is_contiguous() and base.is_contiguous():
-        return lambda gradient: gradient.detach().reshape(size)
-    stride, offset = view.stride(), view.storage_offset() - base.storage_offset()
-    base_size, base_stride = base.size(), base.stride()
-
-    def cut(gradient: Tensor) -> Tensor:
-        with torch.no_grad():
-            gradient = gradient.detach()
-            if gradient.stride() != base_stride:
-                like_base = torch.empty_strided(base_size, base_stride, dtype=gradient.dtype, device=gradient.device)
-                gradient = like_base.copy_(gradient)
-            return gradient.as_strided(size, stride, offset + gradient.storage_offset())
-
-    return cut

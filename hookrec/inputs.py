@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 from hookrec.uncopied import Uncopied
+from hookrec.views import Cut, Edge, cutter, edge_of
 
 if TYPE_CHECKING:
     from hookrec.hooks import HookedLayer
-
-Cut = Callable[[Tensor], Tensor]
-Edge = tuple[Node, int]
 
 _graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
@@ -40,20 +38,20 @@ class Input:
 
     __slots__ = ("base_edge", "cut", "edge", "path", "tensor_id")
 
-    def __init__(self, path: str, tensor: Tensor, cutter: Callable[[Tensor, Tensor], Cut]) -> None:
+    def __init__(self, path: str, tensor: Tensor) -> None:
         self.path = path
         self.tensor_id = id(tensor)
-        self.edge = _edge(tensor)
+        self.edge = edge_of(tensor)
         self.base_edge: Edge | None = None
         self.cut: Cut | None = None
         if tensor._is_view():
             base = tensor._base
             if base is not None and base.requires_grad:
-                self.base_edge, self.cut = _edge(base), cutter(tensor, base)
+                self.base_edge, self.cut = edge_of(base), cutter(tensor, base)
 
     def is_handed_through(self, output: Tensor) -> bool:
         """Whether an output is this very tensor, with the same history."""
-        return id(output) == self.tensor_id and _edge(output) == self.edge
+        return id(output) == self.tensor_id and edge_of(output) == self.edge
 
 
 class Frame:
@@ -69,7 +67,7 @@ class Frame:
 
     def input_of(self, base: Tensor) -> Input | None:
         """Return the input that is a tensor, or a view of it."""
-        edge = _edge(base)
+        edge = edge_of(base)
         return next((item for item in self.inputs if edge in (item.base_edge or item.edge, item.edge)), None)
 
 
@@ -175,8 +173,3 @@ class Share:
         total = self._sums.pop(task, None)
         if total is not None:
             self._report(total)
-
-
-def _edge(tensor: Tensor) -> Edge:
-    edge: GradientEdge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr

@@ -68,7 +68,7 @@ class Recording:
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         self._models_changed = False
         self._registrations = register_module_module_registration_hook(_weakly(self._module_registered))
-        self._clock = Clock(models, clock, self._tick, self._begin_forward)
+        self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
         _recordings.add(self)
         self._begin_step()
 
@@ -129,6 +129,12 @@ class Recording:
             else:
                 self._scalars[name] = value
 
+    def _log_own(self, name: str, value: float) -> None:
+        """Take a number that the recorder itself has to say of a step, if it is recorded."""
+        if self.active and self._hooks.installed:
+            with self._capture.lock:
+                self._scalars[f"hookrec/{name}"] = value
+
     def _add_scalars(self, step: int, values: dict[str, float]) -> None:
         line = {"step": step, "time": round(time.time(), 3), "values": values}
         self._ring.facts.setdefault("scalars", []).append(line)
@@ -137,6 +143,12 @@ class Recording:
         self._between = False
         self._choose_again()
         self._hooks.be_last()
+
+    def _end_forward(self) -> None:
+        try:
+            self._hooks.settle(last=True)
+        except Exception as error:
+            self.fault(error)
 
     def _choose_again(self) -> None:
         """Look at the models again where modules were added or replaced."""

@@ -133,6 +133,14 @@ class Trace:
         """What could not be recorded, and why."""
         return [note for rank in self._ranks.values() for note in read_notes(rank.directory)]
 
+    def modules(self, rank: int | None = None) -> list[dict[str, Any]]:
+        """Return the modules of the model in the order of `named_modules()`, as `model.json` has them.
+
+        Args:
+            rank: which process; the first if None.
+        """
+        return read_modules(self._ranks[min(self._ranks) if rank is None else rank].directory)
+
     @property
     def silent(self) -> list[tuple[str, str]]:
         """Leaf modules without a record, each with the reason as far as it is known."""

@@ -26,8 +26,9 @@ class Oracle:
         records: bytes of each record by its key, complete up to the last `step()`.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module]) -> None:
+    def __init__(self, layers: Mapping[str, nn.Module], *, inputs: bool = False) -> None:
         self.records: dict[Key, bytes] = {}
+        self._inputs = inputs
         self._step = 0
         self._calls: dict[str, int] = {}
         self._waiting: list[tuple[Key, Tensor]] = []
@@ -37,14 +38,29 @@ class Oracle:
     def _watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             given = _cloned((args, kwargs))
+            if self._inputs:
+                self._keep_inputs(name, *given)
+                given = _cloned(given)
             output = forward(*given[0], **given[1])
             originals = {id(twin): tensor for twin, tensor in zip(_all(given), _all((args, kwargs)), strict=True)}
             if isinstance(output, Tensor) and id(output) in originals and output._version == 0:
                 # Handed through, as by nn.Identity: the gradient is the total over all who use that tensor.
-                return self._keep(name, originals[id(output)])
+                original = originals[id(output)]
+                key = (self._step, name, "grad_input", self._calls.get(name, 0), "0")
+                if self._inputs and original.requires_grad:
+                    self._waiting.append((key, original))
+                return self._keep(name, original)
             return _cloned(self._keep(name, output))
 
         return watched
+
+    def _keep_inputs(self, name: str, args: Any, kwargs: Any) -> None:
+        call = self._calls.get(name, 0)
+        for path, tensor in (*tensors_in(args), *tensors_in(kwargs)):
+            self.records[self._step, name, "input", call, path] = raw(tensor)
+            if tensor.requires_grad:
+                tensor.retain_grad()
+                self._waiting.append(((self._step, name, "grad_input", call, path), tensor))
 
     def _keep(self, name: str, output: Any) -> Any:
         call = self._calls.get(name, 0)

@@ -206,6 +206,28 @@ def test_closures_and_unscaled_gradients(tmp_path):
     assert trace.tensor(1, "0", "param_grad", path="weight").tolist() == [[3, 3]]
 
 
+def test_a_step_that_a_scaler_skips_is_a_step_that_says_so(tmp_path):
+    original = torch.amp.GradScaler.step
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    with hookrec.attach(model, tmp_path / "a", kinds=("grad_output", "param_grad", "update"), keep_free=0):
+        for x in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((1, 2), x)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.steps == [0, 1, 2]
+    assert [len(trace.records(steps=step)) for step in trace.steps] == [3, 1, 3]
+    scalars = {(row["step"], row["name"]): row["value"] for row in trace.scalars().to_pylist()}
+    assert [scalars[step, "hookrec/grad_scale"] for step in range(3)] == [1024, 1024, 512]
+    assert [step for step in range(3) if (step, "hookrec/skipped") in scalars] == [1]
+    assert trace.tensor(2, "0", "grad_output").item() == 512
+    assert torch.amp.GradScaler.step is original
+
+
 def test_after_detach_nothing_of_ours_is_on_the_parameters(tmp_path):
     model = two_layers()
     recorder = hookrec.attach(model, tmp_path / "a", kinds=KINDS, keep_free=0)
