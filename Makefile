@@ -7,7 +7,7 @@ VENV := .venv
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py hookrec/native/capture.c
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q -c constraints.txt torch==2.13.0
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[torch,pandas,xarray]' pytest pytest-timeout tensorstore polars jsonschema hypothesis scikit-learn transformers ruff mypy
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[dev]'
 	touch $@
 
 test: $(VENV)/ready

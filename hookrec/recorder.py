@@ -47,7 +47,10 @@ def attach(
         path: the directory of the trace, which must not exist or be empty.
         layers: glob or globs over qualified names, of leaf modules.
         containers: choose among all modules, the root (`""`) included.
-        kinds: "output" (what a layer returned) and "grad_output" (the gradient of the loss with respect to it).
+        kinds: "output" (what a layer returned), "grad_output" (the gradient of the loss with respect to it), "input",
+            "grad_input" (through this call alone), and of the parameters that the modules own, leaves or not: "param"
+            and "param_grad" as the optimizer meets them, after clipping and unscaling, "param_grad_acc" as each
+            backward pass leaves it, and "update", what the optimizer changed.
         every: record steps 0, `every`, 2 × `every`, …; between them the hooks are gone.
         tensors: keep the tensors; else their statistics alone.
         store: layout of the tensors on the disk; "zarr".
