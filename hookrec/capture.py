@@ -33,6 +33,7 @@ class Capture:
         self.lock = threading.RLock()
         self.seconds = 0.0
         self.records = 0
+        self._closed = False
         self._ring = ring
         self._wait = plan.when_full == "block"
         self._keep = KEPT if plan.tensors else NOT_ASKED
@@ -69,6 +70,8 @@ class Capture:
             WriterGone: the writer died.
         """
         with self.lock:
+            if self._closed:
+                return bytes(STATISTICS.size)
             begin = time.perf_counter()
             ring = self._ring
             nbytes = tensor.nbytes
@@ -127,6 +130,12 @@ class Capture:
     def begin_step(self) -> None:
         """Keep tensors again, unless the writer has asked for no more of them."""
         self._keep_this_step = self._keep or self._ring.control.stop_tensors
+
+    def close(self) -> None:
+        """Let go of the ring; what a hook in another thread still brings is dropped."""
+        with self.lock:
+            self._closed = True
+            self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property
     def ring_was_full(self) -> bool:

@@ -2,26 +2,15 @@
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
 import replay
-from replay.errors import ReplayError
+from replay.cli import Commands
 from replay.seal import is_locked, is_sealed, locked, seal
 
 
-class _Group(click.Group):
-    """Shows an error of ours as one message, never as a traceback."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except ReplayError as error:
-            raise click.ClickException(str(error)) from None
-
-
-@click.group(cls=_Group)
+@click.group(cls=Commands)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Record PyTorch trainings. In a script: hookrec.attach(model, "runs/a"). To read a trace: replay info runs/a."""

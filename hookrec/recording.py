@@ -256,8 +256,10 @@ class Recording:
             self._ring.send()
 
     def wait(self) -> None:
-        """Wait until the writer has sealed the trace."""
+        """Wait until the writer has sealed the trace, and give the ring's memory back."""
         status = self._writer.wait()
+        self._capture.close()
+        self._ring.release()
         if status != 0 and not self._failed:
             warn(f"the writer process ended with status {status}; `replay info` shows what is there.")
 

@@ -15,6 +15,7 @@ training is killed, the writer finds it in the socket and in the ring.
 Both processes read this file, so it imports neither torch nor replay.
 """
 
+import contextlib
 import json
 import mmap
 import os
@@ -56,6 +57,10 @@ class Control:
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:PAGE].cast("Q")
+
+    def release(self) -> None:
+        """Let go of the memory."""
+        self._words.release()
 
     @property
     def released(self) -> int:
@@ -217,3 +222,9 @@ class Ring:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def release(self) -> None:
+        """Give the memory back, once nobody writes there any more."""
+        self.control.release()
+        with contextlib.suppress(BufferError):  # somebody still looks at it; then it goes when they do
+            self.map.close()

@@ -14,17 +14,18 @@ from replay.errors import ReplayError
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 
 
-class _Group(click.Group):
+class Commands(click.Group):
     """Shows an error of ours as one message, never as a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
         try:
             return super().invoke(ctx)
         except ReplayError as error:
             raise click.ClickException(str(error)) from None
 
 
-@click.group(cls=_Group)
+@click.group(cls=Commands)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""

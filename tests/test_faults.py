@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -248,3 +249,21 @@ def test_a_stream_goes_on_over_many_shards(tmp_path):
     assert [trace.tensor(step, "")[0] for step in (0, 4095, 4096, 4999)] == [0, 4095, 4096, 4999]
     array = zarr.open_array(str(tmp_path / "a/rank-00000/tensors.zarr/%root/output/data"), mode="r")
     assert np.array_equal(array[:, 0], np.arange(5000.0))
+
+
+def test_after_detach_no_thread_process_or_open_file_is_left(tmp_path):
+    def left() -> tuple[int, int, str]:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir())), children
+
+    model = net()
+    train(model, 1)
+    with hookrec.attach(model, tmp_path / "first", keep_free=0):
+        train(model, 1)
+    before = left()
+
+    for name in "abc":
+        with hookrec.attach(model, tmp_path / name, keep_free=0):
+            train(model, 2)
+
+    assert left() == before

@@ -12,13 +12,7 @@ import replay
 from hookrec.plan import KINDS
 from tests.oracle import Key, raw, recorded
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def two_layers() -> nn.Sequential:

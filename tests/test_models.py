@@ -22,14 +22,7 @@ Training = tuple[nn.Module, Callable[[], Tensor]]
 """A model, and its loss on fixed data."""
 
 
-@pytest.fixture(autouse=True)
-def _deterministic():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 def language(name: str, **sizes: Any) -> Callable[[], Training]:

@@ -20,13 +20,7 @@ import hookrec
 import replay
 from hookrec.statistics import STATISTICS, describe
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def convolutional() -> nn.Module:

@@ -10,15 +10,7 @@ import replay
 from benchmarks.workloads import RECORDS, WORKLOADS, train_step
 from tests.oracle import Oracle, differences, leaves, recorded
 
-
-@pytest.fixture(autouse=True)
-def _deterministic():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("deterministic")
 
 
 @pytest.mark.parametrize("workload", WORKLOADS)

@@ -1,0 +1,21 @@
+"""What several files of tests ask for."""
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_thread():
+    """One thread, so that sums have one order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def deterministic(one_thread):
+    """One thread, and none but deterministic algorithms."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
