@@ -99,23 +99,21 @@ class Writer:
             OSError: what cannot be done without could not be written; what was not committed before is not now.
         """
         parts: list[NDArray[Any]] = []
-        step_begin = committed = 0
+        step_begin = 0
         for _, rows, facts in messages:
             self._take_facts(facts)
             parts.append(rows)
             if "commit" in facts:
                 if "drop_tensors" in facts:
-                    self._drop_tensors(parts[step_begin:], pending=not committed)
-                step_begin = committed = len(parts)
-        columns = self._write_tensors(np.concatenate(parts))
-        self._control.released = messages[-1][0]
-        if committed:
-            rows_committed = sum(map(len, parts[:committed]))
-            self._pending.append({name: column[:rows_committed] for name, column in columns.items()})
+                    self._drop_tensors(parts[step_begin:], pending=not step_begin)
+                step_begin = len(parts)
+        # What is committed is written before what is not, since the latter may have to be taken back.
+        if step_begin:
+            self._pending.append(self._write_tensors(np.concatenate(parts[:step_begin])))
             self._commit()
-            columns = {name: column[rows_committed:] for name, column in columns.items()}
-        if len(columns["step"]):
-            self._pending.append(columns)
+        if step_begin < len(parts):
+            self._pending.append(self._write_tensors(np.concatenate(parts[step_begin:])))
+        self._control.released = messages[-1][0]
 
     def _take_facts(self, facts: dict[str, Any]) -> None:
         if "model" in facts:

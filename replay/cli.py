@@ -200,7 +200,7 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
         steps = opened.steps
         step = steps[-1] if steps else 0
     tensor = opened.tensor(step, layer, **key)
-    same = opened.records(steps=step, kinds=key["kind"]).to_pylist()
+    same = opened.records(layer, key["kind"], step).to_pylist()
     wanted = {"layer": layer, "call": key["call"], "path": key["path"], "rank": key["rank"]}
     record = next(row for row in same if all(row[name] == value for name, value in wanted.items()))
     if as_json:

@@ -73,7 +73,7 @@ def read_end(rank_directory: Path) -> dict[str, Any] | None:
 
 def read_notes(rank_directory: Path) -> list[dict[str, Any]]:
     """Return what could not be recorded, and why."""
-    return list(_lines(rank_directory / NOTES_FILE, note=str))
+    return list(_lines(rank_directory / NOTES_FILE, note=str, layer=(str, type(None))))
 
 
 def read_scalars(rank_directory: Path) -> Iterator[tuple[int, float, str, float]]:

@@ -1,5 +1,6 @@
 """What goes wrong around a recording costs at most the recording, and never a committed step or a wrong value."""
 
+import mmap
 import os
 import resource
 import signal
@@ -13,10 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zarr
 from torch import nn
 
 import hookrec
 import replay
+from hookrec import writer
+from replay.log import Log as LogReader
 
 
 def net(width: int = 64) -> nn.Module:
@@ -66,6 +70,34 @@ def test_a_ring_that_is_full_drops_whole_steps_and_says_so(tmp_path):
     with pytest.raises(replay.NotRecorded, match="the ring was full"):
         trace.tensor(kept.index({False}), "0")
     assert np.all(trace.tensor(12, "2", "grad_output") == 1)
+
+
+def test_a_dropped_step_leaves_the_tensors_of_the_step_before(tmp_path):
+    """The last part of one step and the first of the next come together, and then the next one is dropped."""
+    memory = memoryview(mmap.mmap(-1, 1 << 20))
+    stream = {"layer": "0", "kind": "output", "path": "", "dtype": "uint8", "shape": [4096]}
+    rows = np.zeros(1, writer._ROW_DTYPE)
+    rows["nbytes"], rows["checksum"] = 4096, -1
+
+    def part(step: int, value: int, facts: dict) -> tuple:
+        place = 4096 * (1 + value)
+        memory[place : place + 4096] = bytes([value]) * 4096
+        row = rows.copy()
+        row["step"], row["place"] = step, place
+        return place, row, facts
+
+    (tmp_path / "rank-00000").mkdir()
+    plan = {"tensors": True, "max_bytes": 1 << 40, "keep_free": 0}
+    one = writer.Writer(tmp_path / "rank-00000", plan, memory)
+    one.take([part(0, 1, {"streams": [stream], "commit": True}), part(1, 2, {})])
+    one.take([part(1, 3, {"commit": True, "drop_tensors": True})])
+    one.take([part(2, 4, {"commit": True})])
+    one.finish()
+
+    columns = LogReader(tmp_path / "rank-00000").refresh().table(["step", "kept", "row"]).to_pydict()
+    assert columns == {"step": [0, 1, 1, 2], "kept": [0, 2, 2, 0], "row": [0, -1, -1, 1]}
+    data = zarr.open_array(str(tmp_path / "rank-00000/tensors.zarr/0/output/data"), mode="r")
+    assert data[:, 0].tolist() == [1, 4]
 
 
 @pytest.mark.parametrize("limit", [{"max_bytes": 50_000}, {"keep_free": 0.999}])
