@@ -24,8 +24,7 @@ def recover(trace: Path) -> None:
     Each committed step stays as it is. May be repeated.
     """
     opened = replay.open(trace)
-    for number in opened.ranks:
-        directory = trace / f"rank-{number:05}"
+    for number, directory in sorted(opened.directories.items()):
         if is_sealed(directory):
             click.echo(f"rank {number} is sealed already")
         elif is_locked(directory):

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ def main() -> None:
 
 _trace = click.argument("trace", type=click.Path(path_type=Path))
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_limit = click.option("--limit", default=40, show_default=True, type=click.IntRange(1), help="Rows to print.")
-_step = click.option("--step", type=click.IntRange(0), help="One step.")
+_limit = click.option("--limit", default=40, show_default=True, type=click.IntRange(1, 2**31), help="Rows to print.")
+_step = click.option("--step", type=click.IntRange(0, 2**62), help="One step.")
 
 
 def _filters(command: Callable[..., None]) -> Callable[..., None]:
@@ -70,7 +70,7 @@ def info(trace: Path, as_json: bool) -> None:
 
 def _facts(trace: replay.Trace) -> dict[str, Any]:
     steps = trace.steps
-    provenance = trace.identity.get("provenance", {})
+    provenance = trace.identity["provenance"]
     git = provenance.get("git") or {}
     return {
         "trace": str(trace.path),
@@ -86,7 +86,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "silent": [f"{layer or '(root)'}: {why}" for layer, why in trace.silent],
         "notes": [f"{note['layer'] or 'all layers'}: {note['note']}" for note in trace.notes],
         "cost": _cost(trace),
-        "created": trace.identity.get("created"),
+        "created": trace.identity["created"],
         "command": " ".join(provenance.get("command", ())),
         "git": f"{git['commit']}{', with changes' if git.get('changed') else ''}" if git.get("commit") else None,
         "versions": provenance.get("packages", {}),
@@ -132,7 +132,8 @@ def _lines(value: object) -> list[str]:
 @_json
 def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str | None, as_json: bool) -> None:
     """List what is recorded of each layer: kinds, dtypes, shapes, how many records."""
-    table = replay.open(trace).records(layers or None, kinds or None, where=where)
+    opened = replay.open(trace)
+    table = opened.records(layers or None, kinds or None, where=where)
     key = ("layer", "kind", "path", "dtype", "shape")
     found: dict[tuple[Any, ...], list[int]] = {}
     for *names, shape, step, kept in zip(*(table[n].to_pylist() for n in (*key, "step", "kept")), strict=True):
@@ -142,6 +143,7 @@ def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str 
         entry[2:] = min(entry[2], step), max(entry[3], step)
     rows = [dict(zip((*key, "records", "tensors", "first", "last"), (*k, *v), strict=True)) for k, v in found.items()]
     _print_rows(rows, as_json)
+    _say_if_empty(rows, opened)
 
 
 @main.command()
@@ -160,8 +162,10 @@ def stats(
     as_json: bool,
 ) -> None:
     """Print records with their statistics, in the order of execution."""
-    table = replay.open(trace).records(layers or None, kinds or None, step, where)
+    opened = replay.open(trace)
+    table = opened.records(layers or None, kinds or None, step, where)
     _print_rows(table.slice(0, limit).to_pylist(), as_json, _COLUMNS)
+    _say_if_empty(table, opened)
     if len(table) > limit:
         click.echo(f"{len(table) - limit:,} more; --limit shows them.", err=True)
 
@@ -185,11 +189,11 @@ def first(trace: Path, where: str, as_json: bool) -> None:
 @main.command()
 @_trace
 @click.argument("layer")
-@click.option("--step", type=click.IntRange(0), help="The step; the last if not given.")
+@click.option("--step", type=click.IntRange(0, 2**62), help="The step; the last if not given.")
 @click.option("--kind", default="output", show_default=True)
-@click.option("--call", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--call", default=0, show_default=True, type=click.IntRange(0, 2**62))
 @click.option("--path", default="", help="Where in a nested output the tensor sits.")
-@click.option("--rank", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--rank", default=0, show_default=True, type=click.IntRange(0, 2**62))
 @_json
 def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -> None:
     """Print one tensor: its statistics and its values, shortened."""
@@ -230,6 +234,13 @@ def export(
     selection = replay.open(trace).select(layers or None, kinds or None, where=where)
     selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
     click.echo(f"wrote {out}", err=True)
+
+
+def _say_if_empty(found: Sized, trace: replay.Trace) -> None:
+    if not len(found):
+        steps, layers = trace.steps, ", ".join(map(repr, trace.layers[:3]))
+        there = f"steps {steps[0]} to {steps[-1]}, layers such as {layers}" if steps else "no committed step"
+        click.echo(f"No record is so. {trace.path} has {there}, kinds {', '.join(trace.kinds) or 'none'}.", err=True)
 
 
 def _print_json(value: object) -> None:

@@ -36,8 +36,13 @@ def read_identity(path: Path) -> dict[str, Any]:
     identity = _read(path / TRACE_FILE)
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
-        hint = f" There are traces inside: {', '.join(inside[:5])}." if inside else ""
-        raise TraceNotFound(f"{path} is no trace: it has no {TRACE_FILE}.{hint}")
+        if inside:
+            hint = f"There are traces inside: {', '.join(inside[:5])}."
+        elif (path.absolute().parent / TRACE_FILE).exists():
+            hint = f"The trace is the directory above, {path.absolute().parent}."
+        else:
+            hint = "A trace is the directory that was given to hookrec.attach()."
+        raise TraceNotFound(f"{path} is no trace: it has no {TRACE_FILE}. {hint}")
     version = identity.get("version")
     if identity.get("format") != FORMAT or not isinstance(version, int) or isinstance(version, bool):
         raise TraceDamaged(f"{path / TRACE_FILE} does not say that it is a {FORMAT}, or which version.")

@@ -36,8 +36,10 @@ def steps_condition(steps: Steps, last: int) -> Any:
         last: the last step that there is.
 
     Raises:
-        BadQuery: a negative step.
+        BadQuery: a negative step, or one that is no 64-bit integer.
     """
+    if isinstance(steps, (int, np.integer)) and not -(2**63) <= steps < 2**63:
+        raise BadQuery(f"{steps} is no step: steps count from 0.")
     field = pa.compute.field("step")
     if steps is None:
         return None
@@ -64,8 +66,10 @@ def rows_where(table: pa.Table, where: str) -> pa.Table:
     with duckdb.connect(config={"enable_external_access": "false"}) as connection:
         connection.register("records", table.append_column("hookrec_row", pa.array(np.arange(len(table)))))
         try:
-            found = connection.execute(f"select hookrec_row from records where {where}").fetchnumpy()["hookrec_row"]
-        except duckdb.Error as error:
+            found = connection.execute(f"select hookrec_row from records where (\n{where}\n)").fetchnumpy()[
+                "hookrec_row"
+            ]
+        except (duckdb.Error, KeyError) as error:
             reason = str(error).splitlines()[0]
             names = ", ".join(table.column_names)
             raise BadQuery(f"where={where!r} cannot be understood: {reason} The columns are {names}.") from None

@@ -3,6 +3,7 @@
 Nothing is read before it is asked for, and what is written goes through memory a part at a time.
 """
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from replay.errors import BadQuery, MissingPackage, NotRecorded
 from replay.filters import Names, Steps
-from replay.format import ML_DTYPES, escape, numpy_dtype
+from replay.format import ML_DTYPES, Locations, numpy_dtype
 
 if TYPE_CHECKING:
     from replay.trace import Trace
@@ -84,15 +85,13 @@ class Selection:
         if not groups:
             raise NotRecorded(f"No tensor of this selection of {self.trace.path} was kept; stats() has its statistics.")
         nodes: dict[str, Any] = {}
+        locations: dict[int, Locations] = {}
         for (rank, layer, kind, path, _, shape), found in groups.items():
             step, call, micro = (np.array([record[name] for record, _ in found]) for name in ("step", "call", "micro"))
             rows = "step" if np.all(np.diff(step) > 0) else "row"
-            name = f"{escape(layer)}/{escape(f'{kind}.{path}' if path else kind)}"
-            wanted = name = f"rank-{rank:05}/{name}" if len(self.trace.ranks) > 1 else name
-            variant = 1
-            while name in nodes:
-                variant += 1
-                name = f"{wanted}~{variant}"
+            name = locations.setdefault(rank, Locations()).new(layer, kind, path)
+            if len(self.trace.ranks) > 1:
+                name = f"rank-{rank:05}/{name}"
             nodes[name] = xarray.Dataset(
                 {"data": ([rows, *(f"d{i}" for i in range(len(shape)))], np.stack([tensor for _, tensor in found]))},
                 {"step": (rows, step), "call": (rows, call), "micro": (rows, micro)},
@@ -106,34 +105,30 @@ class Selection:
         Args:
             path: the file.
             tensors: add a column `values`, a list of the tensor's elements in row-major order, null where the tensor
-                was not kept. Records of several dtypes get the smallest that holds all of them; bfloat16 and float8
-                become float32, and a complex element is two numbers.
+                was not kept. Records of several dtypes get the smallest that holds all of them exactly; bfloat16 and
+                float8 become float32, and a complex element is two numbers.
             overwrite: replace the file if it exists.
 
         Raises:
-            BadQuery: the file exists, or cannot be written.
+            BadQuery: the file exists, or cannot be written, or no column can hold all values exactly.
         """
         import pyarrow.parquet as pq
 
         target = Path(path)
-        if target.is_dir():
-            raise BadQuery(f"{target} is a directory. Name a file, such as {target / 'records.parquet'}.")
-        if target.exists() and not overwrite:
-            raise BadQuery(f"{target} exists already. Choose another file, or overwrite it.")
-        table = _plain(self.stats())
         partial = target.with_name(target.name + ".partial")
         try:
+            _check_target(target, overwrite=overwrite)
+            table = _plain(self.stats())
             if tensors:
                 self._write_with_values(table, partial)
             else:
                 pq.write_table(table, partial, compression="zstd")
             partial.replace(target)
         except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise BadQuery(f"{target} cannot be written: {error.strerror or error}.") from None
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+            raise BadQuery(f"{target} cannot be written: {error.strerror or error}. Choose another file.") from None
+        finally:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
 
     def _write_with_values(self, table: pa.Table, path: Path) -> None:
         import pyarrow.parquet as pq
@@ -154,9 +149,32 @@ class Selection:
                 begin += len(part)
 
 
+def _check_target(target: Path, *, overwrite: bool) -> None:
+    if target.is_dir():
+        raise BadQuery(f"{target} is a directory. Name a file, such as {target / 'records.parquet'}.")
+    if not target.parent.is_dir():
+        raise BadQuery(f"{target} cannot be written: {target.parent} is no directory. Make it first.")
+    if target.exists() and not target.is_file():
+        raise BadQuery(f"{target} is no file of data, and is not replaced. Choose another file.")
+    if target.exists() and not overwrite:
+        raise BadQuery(f"{target} exists already. Choose another file, or pass overwrite=True (--overwrite).")
+
+
 def _common_dtype(names: list[str]) -> np.dtype[Any]:
+    """Return the smallest dtype of numpy that holds the values of all these dtypes exactly.
+
+    Raises:
+        BadQuery: there is none.
+    """
     numbers = [np.dtype(np.float32) if name in ML_DTYPES else numpy_dtype(name) for name in names]
     common = np.result_type(*numbers) if numbers else np.dtype(np.float32)
+    kinds = {number.kind for number in numbers}
+    too_wide = common.kind == "f" and any(number.kind in "iu" and number.itemsize > 4 for number in numbers)
+    if too_wide or ("c" in kinds and len(kinds) > 1):
+        raise BadQuery(
+            f"The selection has tensors of {', '.join(sorted(names))}, and no column holds all of them exactly. "
+            "Export them one after the other, by layers or where=\"dtype = '…'\"."
+        )
     if common.kind == "c":
         common = np.dtype(np.float32 if common.itemsize == 8 else np.float64)
     return common

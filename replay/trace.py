@@ -133,6 +133,11 @@ class Trace:
         """What could not be recorded, and why."""
         return [note for rank in self._ranks.values() for note in read_notes(rank.directory)]
 
+    @property
+    def directories(self) -> dict[int, Path]:
+        """The directory of each rank."""
+        return {number: rank.directory for number, rank in self._ranks.items()}
+
     def modules(self, rank: int | None = None) -> list[dict[str, Any]]:
         """Return the modules of the model in the order of `named_modules()`, as `model.json` has them.
 
@@ -170,7 +175,8 @@ class Trace:
             layer: qualified module name, one of `layers`.
             kind: "output", or "grad_output" for the gradient of the loss with respect to it.
             call: which use of the layer within the step, from 0.
-            path: where in a nested output the tensor sits.
+            path: where in a nested output the tensor sits; of an input its position or keyword, of a parameter its
+                name.
             rank: which process.
 
         Returns:
@@ -215,8 +221,9 @@ class Trace:
             return StepNotCommitted(
                 f"{self.path} has no step {step}; {last}. If recording is under way, call refresh()."
             )
-        there = part.log.table(["stream", "call"], pa.compute.field("step") == step).to_pylist()
-        found = [(part.streams[row["stream"]], row["call"]) for row in there]
+        there = part.log.table(["stream", "call"], pa.compute.field("step") == step)
+        part.check(there)
+        found = [(part.streams[row["stream"]], row["call"]) for row in there.to_pylist()]
         same = [f"{s.kind} (call {c}{f', path {s.path!r}' if s.path else ''})" for s, c in found if s.layer == layer]
         wanted = f"{kind} (call {call}{f', path {path!r}' if path else ''}) for layer {layer!r}"
         if same:
@@ -298,6 +305,15 @@ class _Rank:
     def status(self) -> str:
         return "sealed" if is_sealed(self.directory) else "live" if is_locked(self.directory) else "torn"
 
+    def check(self, table: pa.Table) -> None:
+        """Raise TraceDamaged where records are of streams that are not in the table of streams."""
+        last = int(table["stream"].to_numpy().max()) if len(table) else -1
+        if last >= len(self.streams):
+            raise TraceDamaged(
+                f"{self.directory} has records of stream {last}, and {len(self.streams)} streams: lines of "
+                "streams.jsonl are missing. Put that file back from a copy."
+            )
+
     def steps(self) -> NDArray[np.int64]:
         if self._steps is None:
             self._steps = np.unique(self.log.table(["step"])["step"].to_numpy())
@@ -322,6 +338,7 @@ class _Rank:
             chosen = pa.compute.field("stream").isin(pa.array(wanted, pa.int32()))
             condition = chosen if condition is None else condition & chosen
         table = self.log.table(None, condition).combine_chunks()
+        self.check(table)
         count = len(table)
         stream = table["stream"].combine_chunks() if count else pa.array([], pa.int32())
         if isinstance(stream, pa.ChunkedArray):
