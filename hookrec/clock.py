@@ -1,18 +1,21 @@
-"""What ends a step: an optimizer that has stepped, a forward pass that begins, or the user.
+"""What ends a step: an optimizer that has stepped or was skipped by a GradScaler, a forward pass, or the user.
 
 The clock also counts the forward passes of each root within the step (`micro`), which tell the micro-batches of
 gradient accumulation apart.
 """
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookrec.errors import AttachError
+from hookrec.optimizer_hooks import take_off
 from hookrec.plan import CLOCKS
 from hookrec.scaler import ScalerWatch
 from hookrec.uncopied import Uncopied
@@ -49,19 +52,18 @@ class Clock:
         self._by_forward = clock == "forward"
         self._given = isinstance(clock, Optimizer)
         self._optimizer = weakref.ref(clock) if isinstance(clock, Optimizer) else None
-        self._scaler: ScalerWatch | None = None
         self._skipping = False
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._models = [weakref.ref(model) for model in models.values()]
         self._tick = tick
         self._begin_forward = begin_forward
-        self.end_forward = end_forward
+        self._end_forward = end_forward
         self._log = log
         self._root_handles: list[Any] = []
         self._handle = None
         if not self.manual and not self._by_forward:
             self._handle = register_optimizer_step_post_hook(self._stepped)
-            self._scaler = ScalerWatch(self._about_to_step, self._perhaps_skipped)
+        self._scaler = ScalerWatch(self._about_to_step, self._perhaps_skipped)
 
     def begin_step(self, *, sampled: bool) -> None:
         """Count forward passes from 0 again.
@@ -74,20 +76,18 @@ class Clock:
         if sampled or self._by_forward:
             if not self._root_handles:
                 roots = [model for reference in self._models if (model := reference()) is not None]
-                hooks = [_RootHook(self, number, model) for number, model in enumerate(roots)]
-                for root, hook in zip(roots, hooks, strict=True):
-                    self._root_handles.append(root.register_forward_pre_hook(hook, prepend=True))
-                    self._root_handles.append(root.register_forward_hook(_RootEnd(self, root)))
+                for number, root in enumerate(roots):
+                    before = _RootHook(root, functools.partial(self.forward, number))
+                    self._root_handles.append(root.register_forward_pre_hook(before, prepend=True))
+                    self._root_handles.append(root.register_forward_hook(_RootHook(root, self._end_forward)))
         else:
             self._unwatch()
 
     def close(self) -> None:
         """Take the hooks off."""
         self._unwatch()
-        if self._handle is not None:
-            self._handle.remove()
-        if self._scaler is not None:
-            self._scaler.close()
+        take_off([self._handle] if self._handle is not None else [])
+        self._scaler.close()
 
     def _unwatch(self) -> None:
         for handle in self._root_handles:
@@ -104,14 +104,21 @@ class Clock:
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._skipping = False
         if self._counts(optimizer):
+            # A fused optimizer is called also where it changes nothing.
+            found_inf = getattr(optimizer, "found_inf", None)
+            if self._root_handles and found_inf is not None and found_inf.item():
+                self._log("skipped", 1.0)
             self._tick()
 
-    def _about_to_step(self, scale: float) -> None:
+    def _about_to_step(self, scaler: GradScaler, optimizer: Optimizer) -> None:
         self._skipping = True
-        self._log("grad_scale", scale)
+        # Only in sampled steps, in which hooks are on the roots: to read the scale is to wait for the device.
+        if self._root_handles and self._is_ours(optimizer):
+            self._log("grad_scale", scaler.get_scale())
 
-    def _perhaps_skipped(self, optimizer: Optimizer) -> None:
-        if self._skipping and self._counts(optimizer):
+    def _perhaps_skipped(self, scaler: GradScaler, optimizer: Optimizer) -> None:
+        skipped, self._skipping = self._skipping, False
+        if skipped and self._counts(optimizer):
             self._log("skipped", 1.0)
             self._tick()
 
@@ -135,28 +142,15 @@ class Clock:
 
 
 class _RootHook(Uncopied):
-    """The hook on a root."""
+    """A hook on a root, which calls a function."""
 
-    def __init__(self, clock: Clock, number: int, model: nn.Module) -> None:
-        self._clock = clock
-        self._number = number
+    def __init__(self, model: nn.Module, function: Callable[[], None]) -> None:
         self._model = weakref.ref(model)
+        self._function = function
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, *args: Any) -> None:
         if self._model() is module:
-            self._clock.forward(self._number)
-
-
-class _RootEnd(Uncopied):
-    """The hook on a root that runs after it."""
-
-    def __init__(self, clock: Clock, model: nn.Module) -> None:
-        self._clock = clock
-        self._model = weakref.ref(model)
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._model() is module:
-            self._clock.end_forward()
+            self._function()
 
 
 def check(clock: object) -> None:

@@ -22,9 +22,8 @@ cannot see.
 
 import dataclasses
 import threading
-import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,13 +34,14 @@ from torch.utils.hooks import RemovableHandle
 
 from hookrec.calls import DTYPE_NAMES, Call
 from hookrec.compiled import EagerSteps
-from hookrec.inputs import Entrance, Frame, Frames, Input, Share, sources
+from hookrec.guard import Guard
+from hookrec.inputs import Frame, Frames, Input, share, sources
 from hookrec.layers import Layer
+from hookrec.passes import graph_task
 from hookrec.uncopied import Uncopied
 from hookrec.views import Cut, SharedView, base_of, can_cut, cutter, whole
 
 _thread = threading.get_ident
-_graph_task = torch._C._current_graph_task_id  # -1 outside of a backward pass
 _transforms = torch._C._functorch.peek_interpreter_stack
 _sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -103,12 +103,7 @@ class HookedLayer(Uncopied):
         hooks = self.hooks
         if hooks is None or self.module() is not module:
             return
-        begin = time.perf_counter()
-        try:
-            hooks.forward(self, module, output)
-        except Exception as error:
-            hooks.sink.fault(error)
-        hooks.seconds += time.perf_counter() - begin
+        hooks.guard.call(hooks.forward, self, module, args, output)
 
     def next_call(self, step: int) -> int:
         """Return the number of the call that has just been completed."""
@@ -139,20 +134,25 @@ class Entry(Uncopied):
     """The pre-hook of one module: notes which thread entered it, and the autograd sequence number then.
 
     A node with a higher number was made in this call. The numbers of two threads have nothing to do with each other.
+    Where inputs are wanted, it is put on with keyword arguments and passes them on.
     """
 
-    __slots__ = ("_layer",)
+    __slots__ = ("_enter", "_layer")
 
-    def __init__(self, layer: HookedLayer) -> None:
+    def __init__(self, layer: HookedLayer, enter: Callable[..., None] | None = None) -> None:
         self._layer = layer
+        self._enter = enter
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        """Note the time of entry."""
-        self._layer.entered = (_thread(), _sequence_number())
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
+        """Note the call."""
+        layer = self._layer
+        layer.entered = (_thread(), _sequence_number())
+        if self._enter is not None and layer.module() is module:
+            self._enter(layer, args, kwargs or {})
 
 
 class GradientHook:
-    """The hook on one output tensor; holds the key of what its gradient belongs to."""
+    """Takes a gradient of one output or input of a call; holds the key of what it belongs to."""
 
     __slots__ = ("_call", "_count", "_cut", "_hooks", "_kind", "_layer", "_path")
 
@@ -174,25 +174,23 @@ class GradientHook:
         self._count = 0
 
     def __call__(self, gradient: Tensor | None) -> None:
+        """Report the gradient, as a hook on a tensor."""
+        if gradient is not None:
+            self._hooks.guard.call(self.report, gradient)
+
+    def report(self, gradient: Tensor) -> None:
         """Report the gradient."""
-        hooks = self._hooks
-        if not hooks.alive or gradient is None:
-            return
-        begin = time.perf_counter()
-        try:
-            if self._cut is not None:
-                gradient = self._cut(gradient)
-            # A second backward pass over the same output gives a second gradient, which is a record of its own.
-            path = self._path if not self._count else f"{self._path}@{self._count}"
-            self._count += 1
-            values = recordable(gradient)
-            if isinstance(values, str):
-                hooks.sink.note(self._layer.name, f"{self._kind}: {values}")
-            else:
-                hooks.sink.take(self._layer, self._kind, path, values, self._call)
-        except Exception as error:
-            hooks.sink.fault(error)
-        hooks.seconds += time.perf_counter() - begin
+        if self._cut is not None:
+            gradient = self._cut(gradient)
+        # A second backward pass over the same output gives a second gradient, which is a record of its own.
+        path = self._path if not self._count else f"{self._path}@{self._count}"
+        self._count += 1
+        values = recordable(gradient)
+        sink = self._hooks.sink
+        if isinstance(values, str):
+            sink.note(self._layer.name, f"{self._kind}: {values}")
+        else:
+            sink.take(self._layer, self._kind, path, values, self._call)
 
 
 class Hooks:
@@ -201,11 +199,10 @@ class Hooks:
     `install` and `remove` may be called any number of times; after `remove` the modules are as they were before.
     """
 
-    def __init__(self, layers: Iterable[Layer], sink: Sink, kinds: Collection[str]) -> None:
+    def __init__(self, layers: Iterable[Layer], sink: Sink, kinds: Collection[str], guard: Guard) -> None:
         self.sink = sink
-        self.alive = True
+        self.guard = guard
         self.installed = False
-        self.seconds = 0.0
         self._outputs = "output" in kinds
         self._gradients = "grad_output" in kinds
         self._inputs = "input" in kinds
@@ -214,7 +211,8 @@ class Hooks:
         self._layers: list[HookedLayer] = []
         self._handles: dict[HookedLayer, list[tuple[RemovableHandle, Any]]] = {}
         self._tensor_handles: list[RemovableHandle] = []
-        self._unsettled: list[SharedView] = []
+        self._fresh_views: list[SharedView] = []
+        self._views: dict[int, list[SharedView]] = {}  # by the id of their base
         self._eager = EagerSteps()
         self.choose(layers)
 
@@ -243,7 +241,7 @@ class Hooks:
 
     def _register(self, module: nn.Module, hook: HookedLayer) -> Iterator[RemovableHandle]:
         if self._frames is not None:
-            yield module.register_forward_pre_hook(Entrance(hook, self._enter), with_kwargs=True)
+            yield module.register_forward_pre_hook(Entry(hook, self._enter), with_kwargs=True)
         elif self._gradients:
             yield module.register_forward_pre_hook(Entry(hook))
         if self._outputs or self._gradients or self._frames is not None:
@@ -274,50 +272,46 @@ class Hooks:
         for handle in self._tensor_handles:
             handle.remove()
         self._tensor_handles.clear()
-        self._unsettled.clear()
-        if self._frames is not None:
-            self._frames.stack.clear()  # calls that ended by an exception
+        self.settle_all()
 
     def _enter(self, layer: HookedLayer, args: Any, kwargs: Any) -> None:
         """Note that a layer was entered, and with what; called by its pre-hook."""
-        if layer.hooks is not self or self._frames is None:
+        if layer.hooks is self:
+            self.guard.call(self._take_inputs, layer, args, kwargs)
+
+    def _take_inputs(self, layer: HookedLayer, args: Any, kwargs: Any) -> None:
+        assert self._frames is not None
+        frame = self._frames.enter(layer, self.sink.step_number)
+        if _transforms() is not None:
             return
-        begin = time.perf_counter()
-        try:
-            self.settle()
-            frame = Frame(layer)
-            self._frames.stack.append(frame)
-            if _transforms() is None:
-                again = _graph_task() != -1
-                for path, tensor in flatten_arguments(args, kwargs):
-                    values = recordable(tensor)
-                    if isinstance(values, str):
-                        if self._inputs:
-                            self.sink.note(layer.name, f"input: {values}")
-                        continue
-                    if self._inputs and not again:
-                        with torch.no_grad():
-                            frame.values.append((path, values.detach().clone()))
-                    if self._input_gradients and tensor.requires_grad and torch.is_grad_enabled():
-                        frame.inputs.append(Input(path, tensor))
-        except Exception as error:
-            self.sink.fault(error)
-        self.seconds += time.perf_counter() - begin
+        arguments = list(flatten_arguments(args, kwargs))
+        self.settle(tensor for _, tensor in arguments)
+        again = graph_task() != -1
+        for path, tensor in arguments:
+            values = recordable(tensor)
+            if isinstance(values, str):
+                if self._inputs:
+                    self.sink.note(layer.name, f"input: {values}")
+                continue
+            if self._inputs and not again:
+                with torch.no_grad():
+                    frame.values.append((path, values.detach().clone()))
+            if self._input_gradients and tensor.requires_grad and torch.is_grad_enabled():
+                frame.inputs.append(Input(path, tensor))
 
     def close(self) -> None:
-        """Remove every hook; whatever is still in a graph reports nothing any more."""
-        self.alive = False
+        """Remove every hook."""
         self.remove()
         self.end_step()
         for hook in self._layers:
             hook.hooks = None
 
-    def forward(self, layer: HookedLayer, module: nn.Module, output: Any) -> None:
+    def forward(self, layer: HookedLayer, module: nn.Module, args: Any, output: Any) -> None:
         """Report what a module returned; called by its hook."""
+        frame = self._frames.leave(layer) if self._frames is not None else None
         if _transforms() is not None:
             self.sink.note(layer.name, "called under torch.func (vmap, grad, jvp): there are no values to record")
             return
-        self.settle()
         tensors: list[tuple[str, Tensor]]
         if type(output) is Tensor:
             tensors = [("", output)]
@@ -325,9 +319,10 @@ class Hooks:
             tensors = list(flatten(output))
             if not tensors and output is not None:
                 self.sink.note(layer.name, f"returned a {type(output).__qualname__}, in which no tensor was found")
+        if self._fresh_views or self._views:
+            self.settle(tensor for _, tensor in (*flatten(args), *tensors))
         step = self.sink.step_number
-        frame = self._frames.leave(layer) if self._frames is not None else None
-        if _graph_task() != -1:
+        if graph_task() != -1:
             self._recomputation(layer, tensors, step, frame)
             return
         call = Call(step, layer.next_call(step), self.sink.micro(layer.root), 0 if module.training else 1)
@@ -380,10 +375,11 @@ class Hooks:
                 base = base_of(tensor)
                 _hook(base, GradientHook(self, layer, path, call, cutter(tensor, base)))
             else:
-                hooks = [(GradientHook(self, layer, path, call), cutter(tensor, base_of(tensor)))]
+                hooks = [(GradientHook(self, layer, path, call).report, cutter(tensor, base_of(tensor)))]
                 item = frame.input_of(base_of(tensor)) if frame is not None and len(outputs) == 1 else None
                 if item is not None:  # the layer made a view of its input
-                    hooks.append((GradientHook(self, layer, item.path, call, kind="grad_input"), item.cut or whole))
+                    of_input = GradientHook(self, layer, item.path, call, kind="grad_input")
+                    hooks.append((of_input.report, item.cut or whole))
                 view = self._watch_shared_view(tensor, hooks)
                 if item is not None:
                     through[item.path] = view
@@ -396,7 +392,7 @@ class Hooks:
         def report(path: str) -> Callable[[Tensor], None]:
             if path in through:
                 return through[path].take_from_input
-            return GradientHook(self, layer, path, call, kind="grad_input")
+            return GradientHook(self, layer, path, call, kind="grad_input").report
 
         passed = set()
         for output in outputs:
@@ -404,27 +400,42 @@ class Hooks:
             for item in frame.inputs:
                 if item.is_handed_through(output):
                     passed.add(item.path)
-                    handle = _hook(output, report(item.path))
+                    handle = _hook(output, self.guard.wrap(report(item.path)))
                     if output.grad_fn is None:
                         self._tensor_handles.append(handle)
         frame.inputs = [item for item in frame.inputs if item.path not in passed]
         for path, nodes in sources(frame, outputs).items():
-            Share(nodes, report(path))
+            share(nodes, report(path), self.guard)
 
-    def _watch_shared_view(self, tensor: Tensor, hooks: list[tuple[GradientHook, Cut]]) -> SharedView:
+    def _watch_shared_view(self, tensor: Tensor, reports: Sequence[tuple[Callable[[Tensor], None], Cut]]) -> SharedView:
         """Put hooks on a view whose base others use as well, and on the base."""
         base = base_of(tensor)
-        view = SharedView(base, hooks)
-        _hook(tensor, view.take_from_view)
-        _hook(base, view.take_from_base)
-        self._unsettled.append(view)
+        view = SharedView(base, reports, self.guard)
+        _hook(tensor, self.guard.wrap(view.take_from_view))
+        _hook(base, self.guard.wrap(view.take_from_base))
+        self._fresh_views.append(view)
         return view
 
-    def settle(self, *, last: bool = False) -> None:
-        """Look for in-place changes of views: when a layer is called, and for the last time after a forward pass."""
-        if self._unsettled:
-            waiting = [view for view in self._unsettled if not view.settle()]
-            self._unsettled = [] if last else waiting
+    def settle(self, tensors: Iterable[Tensor]) -> None:
+        """Look for in-place changes of views, among those that are new and those of which a layer has met the base."""
+        while self._fresh_views:
+            view = self._fresh_views.pop()
+            if not view.settle():
+                self._views.setdefault(view.base_id, []).append(view)
+        if self._views:
+            for tensor in tensors:
+                key = id(base_of(tensor) if tensor._is_view() else tensor)
+                waiting = [view for view in self._views.pop(key, ()) if not view.settle()]
+                if waiting:
+                    self._views[key] = waiting
+
+    def settle_all(self) -> None:
+        """Look for in-place changes for the last time, at the end of a forward pass or of the step."""
+        self.settle(())
+        while self._views:
+            for view in self._views.popitem()[1]:
+                if not view.settle():
+                    view.give_up()
 
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -6,26 +6,23 @@ is the input's hand its share on, and a hook on the node sees it. Nothing is add
 go on working, and keyword inputs are like others.
 
 A call is numbered when it is completed, so inputs are copied at entry and kept in a frame until then. Frames lie on a
-stack a thread; a call that ends by an exception leaves its frame behind, which goes with that of its caller.
+stack a thread; a call that ends by an exception leaves its frame behind, which goes with that of its caller, or when
+the thread enters a layer in the next step.
 """
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
-from hookrec.uncopied import Uncopied
-from hookrec.views import Cut, Edge, cutter, edge_of
+from hookrec.guard import Guard
+from hookrec.passes import Sum
+from hookrec.views import Cut, Edge, base_of, can_cut, cutter, edge_of
 
-if TYPE_CHECKING:
-    from hookrec.hooks import HookedLayer
-
-_graph_task = torch._C._current_graph_task_id
 _sequence_number = torch._C._autograd._get_sequence_nr
-_thread = threading.get_ident
 
 
 class Input:
@@ -44,10 +41,9 @@ class Input:
         self.edge = edge_of(tensor)
         self.base_edge: Edge | None = None
         self.cut: Cut | None = None
-        if tensor._is_view():
-            base = tensor._base
-            if base is not None and base.requires_grad:
-                self.base_edge, self.cut = edge_of(base), cutter(tensor, base)
+        if tensor._is_view() and can_cut(tensor):
+            base = base_of(tensor)
+            self.base_edge, self.cut = edge_of(base), cutter(tensor, base)
 
     def is_handed_through(self, output: Tensor) -> bool:
         """Whether an output is this very tensor, with the same history."""
@@ -57,10 +53,11 @@ class Input:
 class Frame:
     """A call that is under way."""
 
-    __slots__ = ("inputs", "layer", "sequence", "values")
+    __slots__ = ("inputs", "layer", "sequence", "step", "values")
 
-    def __init__(self, layer: "HookedLayer") -> None:
+    def __init__(self, layer: object, step: int) -> None:
         self.layer = layer
+        self.step = step
         self.sequence = _sequence_number()
         self.values: list[tuple[str, Tensor]] = []
         self.inputs: list[Input] = []
@@ -77,7 +74,15 @@ class Frames(threading.local):
     def __init__(self) -> None:
         self.stack: list[Frame] = []
 
-    def leave(self, layer: "HookedLayer") -> Frame | None:
+    def enter(self, layer: object, step: int) -> Frame:
+        """Begin a call. What an exception has left here in an earlier step goes."""
+        if self.stack and self.stack[-1].step != step:
+            self.stack.clear()
+        frame = Frame(layer, step)
+        self.stack.append(frame)
+        return frame
+
+    def leave(self, layer: object) -> Frame | None:
         """Take the frame of a layer's innermost call off the stack, with whatever was left above it."""
         for at in range(len(self.stack) - 1, -1, -1):
             if self.stack[at].layer is layer:
@@ -87,21 +92,6 @@ class Frames(threading.local):
         return None
 
 
-class Entrance(Uncopied):
-    """The pre-hook of a module whose inputs are wanted."""
-
-    __slots__ = ("_enter", "_layer")
-
-    def __init__(self, layer: "HookedLayer", enter: Callable[["HookedLayer", Any, Any], None]) -> None:
-        self._layer = layer
-        self._enter = enter
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the call."""
-        self._layer.entered = (_thread(), _sequence_number())
-        self._enter(self._layer, args, kwargs)
-
-
 def sources(frame: Frame, outputs: Iterable[Tensor]) -> dict[str, list[tuple[Node, int, Cut | None]]]:
     """Find the nodes of a call that hand gradients on to its inputs.
 
@@ -109,11 +99,11 @@ def sources(frame: Frame, outputs: Iterable[Tensor]) -> dict[str, list[tuple[Nod
         By the path of the input: nodes, which of their gradients it is, and how to cut the input's share out of it.
     """
     wanted: dict[Edge, list[str]] = {}
-    bases: dict[Edge, Input] = {}
+    bases: dict[Edge, list[Input]] = {}
     for item in frame.inputs:
         wanted.setdefault(item.edge, []).append(item.path)
         if item.base_edge is not None:
-            bases[item.base_edge] = item
+            bases.setdefault(item.base_edge, []).append(item)
     beyond = {node for node, _ in wanted} | {node for node, _ in bases}
     waiting = [node for output in outputs if (node := output.grad_fn) is not None]
     seen: set[Node] = set()
@@ -131,45 +121,24 @@ def sources(frame: Frame, outputs: Iterable[Tensor]) -> dict[str, list[tuple[Nod
                 for path in wanted[edge]:
                     found.setdefault(path, []).append((node, number, None))
             elif edge in bases and node.name().endswith("CopySlices"):
-                found.setdefault(bases[edge].path, []).append((node, number, bases[edge].cut))
+                for item in bases[edge]:
+                    found.setdefault(item.path, []).append((node, number, item.cut))
             else:
                 waiting.append(following)
     return found
 
 
-class Share:
-    """Adds up what the nodes of one call hand on to one input, in each backward pass, and reports the sum."""
+def share(nodes: list[tuple[Node, int, Cut | None]], report: Callable[[Tensor], None], guard: Guard) -> None:
+    """Report the sum of what the nodes of one call hand on to one input, in each backward pass."""
+    take = report if len(nodes) == 1 else Sum(guard, report).add
+    for node, number, cut in nodes:
+        node.register_hook(guard.wrap(_taker(take, number, cut)))
 
-    __slots__ = ("_nodes", "_report", "_sums")
 
-    def __init__(self, nodes: list[tuple[Node, int, Cut | None]], report: Callable[[Tensor], None]) -> None:
-        self._report = report
-        self._nodes = len(nodes)
-        self._sums: dict[int, Tensor | None] = {}
-        for node, number, cut in nodes:
-            node.register_hook(self._hook(number, cut))
+def _taker(take: Callable[[Tensor], None], number: int, cut: Cut | None) -> Callable[[Any, Any], None]:
+    def hook(inputs: tuple[Tensor | None, ...], outputs: Any) -> None:
+        gradient = inputs[number]
+        if gradient is not None:
+            take(gradient if cut is None else cut(gradient))
 
-    def _hook(self, number: int, cut: Cut | None) -> Callable[[Any, Any], None]:
-        def hook(inputs: tuple[Tensor | None, ...], outputs: Any) -> None:
-            gradient = inputs[number]
-            if gradient is not None and cut is not None:
-                gradient = cut(gradient)
-            if self._nodes == 1:
-                if gradient is not None:
-                    self._report(gradient)
-                return
-            task = _graph_task()
-            if task not in self._sums:
-                self._sums[task] = None
-                torch.autograd.Variable._execution_engine.queue_callback(lambda: self._flush(task))
-            if gradient is not None:
-                with torch.no_grad():
-                    before = self._sums[task]
-                    self._sums[task] = gradient.detach().clone() if before is None else before + gradient.detach()
-
-        return hook
-
-    def _flush(self, task: int) -> None:
-        total = self._sums.pop(task, None)
-        if total is not None:
-            self._report(total)
+    return hook

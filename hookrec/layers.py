@@ -10,7 +10,7 @@ attention uses its `out_proj` as a bag of parameters, and a parametrized layer h
 
 import difflib
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,10 @@ class Layer:
     leaf: bool
     why_not: str | None = None
     aliases: list[str] = field(default_factory=list)
+
+    def matches(self, globs: Iterable[str]) -> bool:
+        """Whether one of its names is matched by one of some globs."""
+        return any(fnmatch.fnmatchcase(name, glob) for glob in globs for name in (self.name, *self.aliases))
 
 
 def layers_of(models: Mapping[str, nn.Module]) -> list[Layer]:
@@ -97,9 +101,7 @@ def choose(layers: list[Layer], globs: tuple[str, ...], *, containers: bool) -> 
         )
     chosen = set()
     for glob in globs:
-        matched = [
-            id(layer) for layer in candidates if any(fnmatch.fnmatchcase(n, glob) for n in (layer.name, *layer.aliases))
-        ]
+        matched = [id(layer) for layer in candidates if layer.matches((glob,))]
         if not matched:
             raise AttachError(_no_match(glob, layers, candidates, containers=containers))
         chosen.update(matched)

@@ -10,7 +10,6 @@ The layer of such a record is the module that owns the parameter, whether it is 
 the parameter in it.
 """
 
-import fnmatch
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -22,13 +21,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 from hookrec.calls import Call
+from hookrec.guard import Guard
 from hookrec.hooks import Sink, recordable
 from hookrec.layers import Layer
+from hookrec.optimizer_hooks import take_off
+from hookrec.passes import at_end_of_pass, graph_task
 from hookrec.uncopied import Uncopied
 
 KINDS = ("param", "param_grad", "param_grad_acc", "update")
-
-_graph_task = torch._C._current_graph_task_id
 
 
 class Owned:
@@ -42,6 +42,7 @@ class Owned:
         self.parameter = weakref.ref(parameter)
         self.streams: dict[tuple[str, str, torch.dtype, torch.Size], int] = {}
         self.counts = dict.fromkeys(KINDS, 0)
+        self.handle: RemovableHandle | None = None
 
     def call(self, kind: str, sink: Sink) -> Call:
         """Return the next number of a kind in the step."""
@@ -50,6 +51,12 @@ class Owned:
         module = self.module()
         return Call(sink.step_number, number, sink.micro(self.root), 0 if module is None or module.training else 1)
 
+    def unhook(self) -> None:
+        """Take the hook off the parameter."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
 
 class Parameters:
     """Records the parameters of some models.
@@ -57,36 +64,32 @@ class Parameters:
     Made before the clock, whose hook on optimizers ends the step after ours has seen what the step changed.
     """
 
-    def __init__(self, sink: Sink, kinds: Collection[str], globs: tuple[str, ...]) -> None:
+    def __init__(self, sink: Sink, kinds: Collection[str], globs: tuple[str, ...], guard: Guard) -> None:
         self._sink = sink
         self._kinds = frozenset(kinds) & set(KINDS)
         self._globs = globs
+        self._guard = guard
         self._owned: dict[int, Owned] = {}
         self._installed = False
-        self._handles: dict[int, RemovableHandle] = {}
-        self._lazy = False
-        self._touched: dict[int, dict[int, tuple[Owned, Tensor | None]]] = {}
+        self._touched: dict[int, dict[int, Tensor | None]] = {}
         self._before: dict[int, Tensor] = {}
-        self._optimizers: list[Any] = []
+        self._global_hooks: list[RemovableHandle] = []
+        self._own_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         if self._kinds - {"param_grad_acc"}:
-            self._optimizers = [
-                register_optimizer_step_pre_hook(self._guarded(Parameters._before_step)),
-                register_optimizer_step_post_hook(self._guarded(Parameters._after_step)),
+            self._global_hooks = [
+                register_optimizer_step_pre_hook(self._hook(Parameters._be_last)),
+                register_optimizer_step_post_hook(self._hook(Parameters._after_step)),
             ]
 
-    def _guarded(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of this class as a hook that lasts no longer than this object, and never raises."""
+    def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of this class as a hook that lasts no longer than this object."""
         reference = weakref.ref(self)
 
         def call(*args: Any) -> Any:
             parameters = reference()
             if parameters is None or not parameters._installed:
                 return None
-            try:
-                return method(parameters, *args)
-            except Exception as error:
-                parameters._sink.fault(error)
-                return None
+            return parameters._guard.call(method, parameters, *args)
 
         return call
 
@@ -96,60 +99,58 @@ class Parameters:
             return
         known, self._owned = self._owned, {}
         for layer in layers:
-            if not any(
-                fnmatch.fnmatchcase(name, glob) for glob in self._globs for name in (layer.name, *layer.aliases)
-            ):
+            if not layer.matches(self._globs):
                 continue
             for name, parameter in layer.module.named_parameters(recurse=False):
                 if id(parameter) not in self._owned:
                     before = known.get(id(parameter))
-                    same = before is not None and before.parameter() is parameter and before.name == layer.name
-                    self._owned[id(parameter)] = before if before and same else Owned(layer, name, parameter)
-        for key in self._handles.keys() - self._owned.keys():
-            self._handles.pop(key).remove()
+                    if before is None or before.parameter() is not parameter or before.name != layer.name:
+                        before = Owned(layer, name, parameter)
+                    self._owned[id(parameter)] = before
+        for owned in known.values():
+            if owned not in self._owned.values():
+                owned.unhook()
         if self._installed:
-            self.materialise(always=True)
+            self.materialise()
 
     def install(self) -> None:
         """Begin a step that is recorded."""
+        self._forget()
         for owned in self._owned.values():
             owned.counts = dict.fromkeys(KINDS, 0)
         self._installed = True
-        self.materialise(always=True)
+        self.materialise()
 
-    @property
-    def waiting(self) -> bool:
-        """Whether a parameter has no shape yet, so that no hook could be put on it."""
-        return self._lazy
-
-    def materialise(self, *, always: bool = False) -> None:
-        """Put hooks on the parameters that have none, as far as they have shapes by now."""
-        if "param_grad_acc" not in self._kinds or not (always or self._lazy):
+    def materialise(self) -> None:
+        """Put hooks on the parameters that have none, as far as they have shapes by now: a lazy one gets its in use."""
+        if "param_grad_acc" not in self._kinds or not self._installed:
             return
-        self._lazy = False
-        for key, owned in self._owned.items():
+        for owned in self._owned.values():
             parameter = owned.parameter()
-            if key in self._handles or parameter is None or not parameter.requires_grad:
+            if owned.handle is not None or parameter is None or nn.parameter.is_lazy(parameter):
                 continue
-            if nn.parameter.is_lazy(parameter):
-                self._lazy = True
-            else:
+            if parameter.requires_grad:
                 hook = _Accumulated(self, owned)
-                self._handles[key] = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                owned.handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         """Take the hooks off the parameters, until `install`."""
         self._installed = False
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles.clear()
+        self._forget()
+        for owned in self._owned.values():
+            owned.unhook()
+
+    def _forget(self) -> None:
+        """Forget what a step or a backward pass that raised has left."""
+        self._before.clear()
+        self._touched.clear()
 
     def close(self) -> None:
         """Take every hook off."""
         self.remove()
-        for handle in self._optimizers:
-            handle.remove()
-        self._optimizers.clear()
+        take_off([*self._global_hooks, *self._own_hooks.values()])
+        self._global_hooks.clear()
+        self._own_hooks.clear()
 
     def end_step(self) -> None:
         """Record the parameters that no optimizer has touched in the step."""
@@ -168,12 +169,25 @@ class Parameters:
 
     # Around optimizer.step.
 
+    def _be_last(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """See to it that we look after the optimizer's own pre-hooks, which may clip gradients.
+
+        Those run after the global ones, to which this belongs, so another hook of ours is put behind them.
+        """
+        handle = self._own_hooks.get(optimizer)
+        if handle is None:
+            handle = optimizer.register_step_pre_hook(self._hook(Parameters._before_step))
+            self._own_hooks[optimizer] = handle
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            hooks.move_to_end(handle.id)
+
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             self._consumed(optimizer)
             return None
-        consumed = self._guarded(Parameters._consumed)
+        consumed = self._hook(Parameters._consumed)
 
         def evaluated() -> Any:
             loss = closure()
@@ -193,7 +207,9 @@ class Parameters:
             if "param" in self._kinds:
                 self._take(owned, "param", parameter)
             gradient = parameter.grad
-            if gradient is not None and "param_grad" in self._kinds:
+            if gradient is None:
+                continue
+            if "param_grad" in self._kinds:
                 with torch.no_grad():
                     self._take(owned, "param_grad", gradient if scale is None else gradient / scale)
             if "update" in self._kinds and id(parameter) not in self._before:
@@ -203,7 +219,7 @@ class Parameters:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for owned, parameter in self._of(optimizer):
             before = self._before.pop(id(parameter), None)
-            if before is not None and parameter.grad is not None:
+            if before is not None:
                 with torch.no_grad():
                     self._take(owned, "update", parameter.detach() - before)
 
@@ -216,26 +232,27 @@ class Parameters:
 
     # After a backward pass.
 
-    def accumulated(self, owned: Owned, parameter: Tensor) -> None:
+    def accumulated(self, parameter: Tensor) -> None:
         """Take note that a backward pass has added to a gradient."""
-        task = _graph_task()
-        touched = self._touched.setdefault(task, {})
-        if not touched:
-            queue = torch.autograd.Variable._execution_engine.queue_callback
+        task = graph_task()
+        touched = self._touched.get(task)
+        if touched is None:
+            touched = self._touched[task] = {}
+            finish = self._guard.wrap(lambda: self._after_backward(task))
             # Once more, to come after those who have queued a callback in this pass, as DistributedDataParallel does.
-            queue(lambda: queue(lambda: self._after_backward(task)))
-        # An optimizer in the backward pass may have taken the gradient away by then.
-        touched[id(parameter)] = (owned, parameter.grad)
+            at_end_of_pass(lambda: at_end_of_pass(finish))
+        # An optimizer in the backward pass, which is another such hook, may have taken the gradient away by then.
+        others = len(parameter._post_accumulate_grad_hooks or ()) > 1
+        touched[id(parameter)] = parameter.grad if others else None
 
     def _after_backward(self, task: int) -> None:
-        try:
-            for owned, seen in self._touched.pop(task, {}).values():
-                parameter = owned.parameter()
-                gradient = parameter.grad if parameter is not None and parameter.grad is not None else seen
-                if gradient is not None and self._installed:
+        for key, seen in self._touched.pop(task, {}).items():
+            owned = self._owned.get(key)
+            parameter = owned.parameter() if owned is not None else None
+            if owned is not None and parameter is not None and self._installed:
+                gradient = parameter.grad if parameter.grad is not None else seen
+                if gradient is not None:
                     self._take(owned, "param_grad_acc", gradient)
-        except Exception as error:
-            self._sink.fault(error)
 
 
 class _Accumulated(Uncopied):
@@ -243,12 +260,9 @@ class _Accumulated(Uncopied):
 
     def __init__(self, parameters: Parameters, owned: Owned) -> None:
         self._parameters = weakref.ref(parameters)
-        self._owned = owned
+        self._owned = weakref.ref(owned)
 
     def __call__(self, parameter: Tensor) -> None:
-        parameters = self._parameters()
-        if parameters is not None and self._owned.parameter() is parameter:
-            try:
-                parameters.accumulated(self._owned, parameter)
-            except Exception as error:
-                parameters._sink.fault(error)
+        parameters, owned = self._parameters(), self._owned()
+        if parameters is not None and owned is not None and owned.parameter() is parameter:
+            parameters._guard.call(parameters.accumulated, parameter)

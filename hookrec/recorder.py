@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from hookrec.clock import check as check_clock
 from hookrec.errors import AttachError, DetachedError
-from hookrec.layers import choose, describe, layers_of
+from hookrec.layers import Layer, choose, describe, layers_of
+from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.plan import Plan, as_tuple, parse_bytes
 from hookrec.recording import Recording, is_recorded
 from hookrec.writer_process import WriterProcess
@@ -98,7 +99,7 @@ class Recorder:
                 which = f"The model {name!r}" if name else "The model"
                 raise AttachError(f"{which} is being recorded already. Call detach() of that recorder first.")
         layers = layers_of(models)
-        chosen = choose(layers, plan.layers, containers=plan.containers)
+        chosen = self._choose(layers, plan)
         self.path = path
         with contextlib.ExitStack() as stack:
             rank_directory = _make_directories(path, stack)
@@ -112,13 +113,25 @@ class Recorder:
             writer = WriterProcess(config, plan.ring_bytes)
             stack.pop_all()
         try:
-            self._recording = Recording(models, chosen, plan, clock, writer)
+            self._recording = Recording(models, layers, chosen, plan, clock, writer)
         except BaseException:
             writer.wait()
             raise
         self._waited = False
         # This also keeps a recorder alive that nobody holds: hookrec.attach(model, path) as a line of its own records.
         atexit.register(self._at_exit)
+
+    @staticmethod
+    def _choose(layers: list[Layer], plan: Plan) -> list[Layer]:
+        try:
+            return choose(layers, plan.layers, containers=plan.containers)
+        except AttachError:
+            # Parameters are recorded of any module, also where the globs match no leaf.
+            if set(plan.kinds) <= set(PARAMETER_KINDS) and all(
+                any(layer.matches((glob,)) for layer in layers) for glob in plan.layers
+            ):
+                return []
+            raise
 
     def __enter__(self) -> Self:
         return self

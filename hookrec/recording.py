@@ -13,13 +13,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim import Optimizer
 
 from hookrec.calls import Call
 from hookrec.capture import Capture
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
+from hookrec.guard import Guard
 from hookrec.hooks import Hooks, Named
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.parameters import Parameters
@@ -35,7 +39,8 @@ class Recording:
 
     Args:
         models: the roots, by name.
-        layers: what is hooked.
+        modules: all of their modules.
+        layers: those that are hooked.
         plan: what is recorded.
         clock: what ends a step.
         writer: where it goes.
@@ -44,6 +49,7 @@ class Recording:
     def __init__(
         self,
         models: Mapping[str, nn.Module],
+        modules: list[Layer],
         layers: list[Layer],
         plan: Plan,
         clock: str | Optimizer,
@@ -56,9 +62,10 @@ class Recording:
         self._writer = writer
         self._ring = writer.ring
         self._capture = Capture(self._ring, plan)
-        self._hooks = Hooks(layers, self, plan.kinds)
-        self._parameters = Parameters(self, plan.kinds, plan.layers)
-        self._parameters.choose(layers_of(models))
+        self._guard = Guard(self.fault)
+        self._hooks = Hooks(layers, self, plan.kinds, self._guard)
+        self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
+        self._parameters.choose(modules)
         self._scalars: dict[str, float] = {}
         self._noted: set[tuple[str, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
@@ -67,7 +74,10 @@ class Recording:
         self._books = {"recorded_steps": 0, "hook_s": 0.0, "capture_s": 0.0, "wait_s": 0.0, "step_s": 0.0}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         self._models_changed = False
-        self._registrations = register_module_module_registration_hook(_weakly(self._module_registered))
+        self._registrations = [
+            register_module_module_registration_hook(_weakly(self._registered)),
+            register_module_parameter_registration_hook(_weakly(self._registered)),
+        ]
         self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
         _recordings.add(self)
         self._begin_step()
@@ -82,8 +92,6 @@ class Recording:
         """Record a tensor; return its statistics."""
         key = (kind, path, tensor.dtype, tensor.shape)
         stream = layer.streams.get(key)
-        if self._parameters.waiting:
-            self._parameters.materialise()
         if stream is None:
             stream = layer.streams[key] = self._capture.stream(layer.name, *key)
         return self._capture.record(stream, tensor, call)
@@ -141,14 +149,21 @@ class Recording:
 
     def _begin_forward(self) -> None:
         self._between = False
-        self._choose_again()
-        self._hooks.be_last()
+        self._guard.call(self._look_at_model)
+
+    def _look_at_model(self) -> None:
+        with self._capture.lock:
+            if self.active:
+                self._choose_again()
+                self._hooks.be_last()
 
     def _end_forward(self) -> None:
-        try:
-            self._hooks.settle(last=True)
-        except Exception as error:
-            self.fault(error)
+        self._guard.call(self._finish_forward)
+
+    def _finish_forward(self) -> None:
+        self._hooks.settle_all()
+        with self._capture.lock:
+            self._parameters.materialise()
 
     def _choose_again(self) -> None:
         """Look at the models again where modules were added or replaced."""
@@ -162,7 +177,7 @@ class Recording:
                 self._parameters.choose(layers)
                 self._ring.facts["model"] = describe(layers, chosen)
 
-    def _module_registered(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
+    def _registered(self, module: nn.Module, name: str, what: object) -> None:
         self._models_changed = True
 
     def step(self) -> None:
@@ -172,16 +187,18 @@ class Recording:
         self._between = False  # who ends steps by hand knows where a number belongs
 
     def _tick(self) -> None:
-        if self.active:
-            try:
-                self._end_step()
-                self._begin_step()
-            except Exception as error:
-                self.fault(error)
+        # Under the lock, since another thread may detach: no hook must be put on after that has taken them off.
+        with self._capture.lock:
+            if self.active:
+                try:
+                    self._end_step()
+                    self._begin_step()
+                except Exception as error:
+                    self.fault(error)
 
     def _begin_step(self) -> None:
         self._began = time.perf_counter()
-        self._before = (self._hooks.seconds, self._capture.seconds, self._ring.wait_s)
+        self._before = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
         self._ring.high_water_bytes = 0
         self._capture.begin_step()
         sampled = self._plan.samples(self.step_number)
@@ -197,7 +214,7 @@ class Recording:
     def _end_step(self) -> None:
         with self._capture.lock:
             self._hooks.end_step()
-            self._parameters.end_step()
+            self._guard.call(self._parameters.end_step)
             self._logged = set(self._scalars)
             if self._capture.records or self._scalars or self._ring.facts:
                 self._send_step()
@@ -208,7 +225,7 @@ class Recording:
     def _send_step(self) -> None:
         scalars, self._scalars = self._scalars, {}
         if self._capture.records:
-            now = (self._hooks.seconds, self._capture.seconds, self._ring.wait_s)
+            now = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
             hook_s, capture_s, wait_s = (after - before for after, before in zip(now, self._before, strict=True))
             step_s = time.perf_counter() - self._began
             cost = {"hook_s": hook_s, "capture_s": capture_s, "wait_s": wait_s, "step_s": step_s}
@@ -241,19 +258,21 @@ class Recording:
 
     def end(self, how: str, detail: str | None) -> None:
         """Stop recording: send what is left, take every hook off, say goodbye. The writer seals the trace."""
-        if not self.active:
-            return
-        self.active = False
-        self._registrations.remove()
-        self._clock.close()
-        self._hooks.close()
-        self._parameters.close()
-        with self._capture.lock, contextlib.suppress(Exception):
-            if how != "failed" and (self._capture.records or self._scalars):
-                self._send_step()
-            books = {name: round(value, 6) for name, value in self._books.items()}
-            self._ring.facts["end"] = {"how": how, "detail": detail, "books": books}
-            self._ring.send()
+        with self._capture.lock:
+            if not self.active:
+                return
+            self.active = self._guard.alive = False
+            for registration in self._registrations:
+                registration.remove()
+            self._clock.close()
+            self._hooks.close()
+            self._parameters.close()
+            with contextlib.suppress(Exception):
+                if how != "failed" and (self._capture.records or self._scalars):
+                    self._send_step()
+                books = {name: round(value, 6) for name, value in self._books.items()}
+                self._ring.facts["end"] = {"how": how, "detail": detail, "books": books}
+                self._ring.send()
 
     def wait(self) -> None:
         """Wait until the writer has sealed the trace, and give the ring's memory back."""
@@ -265,7 +284,8 @@ class Recording:
 
     def forget(self) -> None:
         """Be as if there had never been a recording, in a child that was forked from the training."""
-        self.active = False
+        self.active = self._guard.alive = False
+        self._clock.close()
         self._hooks.close()
         self._parameters.close()
         self._writer.forget()

@@ -11,22 +11,16 @@ from typing import Any
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-Before = Callable[[float], None]
-After = Callable[[Optimizer], None]
+Watch = Callable[[GradScaler, Optimizer], None]
 
-_watching: dict[object, tuple[Before, After]] = {}
+_watching: dict[object, tuple[Watch, Watch]] = {}
 _original: Callable[..., Any] | None = None
 
 
 class ScalerWatch:
-    """Calls `before` with the scale when a scaler is about to step an optimizer, and `after` when it has.
+    """Calls `before` when a scaler is about to step an optimizer, and `after` when it has stepped or skipped it."""
 
-    Args:
-        before: takes the factor by which gradients are scaled.
-        after: takes the optimizer, whether it was stepped or skipped.
-    """
-
-    def __init__(self, before: Before, after: After) -> None:
+    def __init__(self, before: Watch, after: Watch) -> None:
         global _original
         if not _watching:
             _original = GradScaler.step
@@ -44,14 +38,11 @@ def _watched(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def step(self: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         watching = list(_watching.values()) if self.is_enabled() else []
-        if watching:
-            # The scaler itself waits for the device here, to learn whether a gradient is finite.
-            scale = self.get_scale()
-            for before, _ in watching:
-                before(scale)
+        for before, _ in watching:
+            before(self, optimizer)
         result = original(self, optimizer, *args, **kwargs)
         for _, after in watching:
-            after(optimizer)
+            after(self, optimizer)
         return result
 
     return step

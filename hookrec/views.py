@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
+from hookrec.guard import Guard
+from hookrec.passes import Sum, graph_task
+
 Cut = Callable[[Tensor], Tensor]
 """Cuts the gradient of a view out of that of its base."""
 
 Edge = tuple[Node, int]
-
-_graph_task = torch._C._current_graph_task_id
 
 
 class SharedView:
@@ -31,76 +32,68 @@ class SharedView:
 
     Args:
         base: the tensor that it is a view of.
-        hooks: what takes the view's gradient, and then the input's, if the layer made the view of its input; each with
-            what cuts its gradient out of the base's.
+        reports: what takes the view's gradient, and then the input's, if the layer made the view of its input; each
+            with what cuts its gradient out of the base's.
+        guard: wraps the hook on the node of a change.
     """
 
-    def __init__(self, base: Tensor, hooks: Sequence[tuple[Callable[[Tensor], None], Cut]]) -> None:
+    def __init__(self, base: Tensor, reports: Sequence[tuple[Callable[[Tensor], None], Cut]], guard: Guard) -> None:
+        self.base_id = id(base)
         self._base = weakref.ref(base)
-        self._held: Tensor | None = base  # until the next look, so that a change of what is dropped then is found
         self._version = base._version
+        # Both are given up after a look or two: the edge's node holds this object by its hooks.
+        self._held: Tensor | None = base  # so that a change of what is dropped until then is found
         self._edge: Edge | None = edge_of(base)
-        self._hooks = hooks
-        self._changed = False
-        self._sums: dict[int, list[Tensor | None]] = {}
+        self._reports = reports
+        self._guard = guard
+        self._sums: list[Sum] | None = None
         self._seen: set[int] = set()
 
     def settle(self) -> bool:
         """Find the node of an in-place change; return whether to look no more."""
         base, self._held = self._base(), None
-        if base is None:
-            return True
-        if base._version == self._version:
+        if base is not None and base._version == self._version:
             return False
-        node = base.grad_fn
+        node = base.grad_fn if base is not None else None
         while node is not None and node.name().endswith("CopySlices") and node.next_functions:
             if tuple(node.next_functions[0]) == self._edge:
-                self._changed = True
-                node.register_hook(self._take_from_change)
+                self._sums = [Sum(self._guard, report) for report, _ in self._reports]
+                node.register_hook(self._guard.wrap(self._take_from_change))
                 break
             node = node.next_functions[0][0]
-        self._edge = None
+        self.give_up()
         return True
+
+    def give_up(self) -> None:
+        """Look no more."""
+        self._held = self._edge = None
 
     def take_from_view(self, gradient: Tensor) -> None:
         """Take the gradient that arrives at the view's own node."""
-        self.take(0, gradient)
+        self._take(0, gradient)
 
     def take_from_input(self, gradient: Tensor) -> None:
         """Take what the view's own node hands on to the layer's input."""
-        self.take(1, gradient)
+        self._take(1, gradient)
 
-    def take(self, number: int, gradient: Tensor) -> None:
-        """Take a gradient for one of the hooks."""
-        task = _graph_task()
-        self._seen.add(task)
-        if not self._changed:
-            self._hooks[number][0](gradient)
-            return
-        if task not in self._sums:
-            self._sums[task] = [None] * len(self._hooks)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._report(task))
-        sums = self._sums[task]
-        with torch.no_grad():
-            before = sums[number]
-            sums[number] = gradient.detach().clone() if before is None else before + gradient.detach()
+    def _take(self, number: int, gradient: Tensor) -> None:
+        self._seen.add(graph_task())
+        if self._sums is not None:
+            self._sums[number].add(gradient)
+        else:
+            self._reports[number][0](gradient)
 
     def _take_from_change(self, inputs: tuple[Tensor | None, ...], outputs: Any) -> None:
         if inputs[0] is not None:
-            for number, (_, cut) in enumerate(self._hooks):
-                self.take(number, cut(inputs[0]))
+            for number, (_, cut) in enumerate(self._reports):
+                self._take(number, cut(inputs[0]))
 
     def take_from_base(self, gradient: Tensor) -> None:
         """Take the gradient of the base, if there was no other."""
         base = self._base()
-        if (base is None or base._version != self._version) and _graph_task() not in self._seen:
-            for hook, cut in self._hooks:
-                hook(cut(gradient))
-
-    def _report(self, task: int) -> None:
-        for (hook, _), total in zip(self._hooks, self._sums.pop(task), strict=True):
-            if total is not None:
-                hook(total)
+        if (base is None or base._version != self._version) and graph_task() not in self._seen:
+            for report, cut in self._reports:
+                report(cut(gradient))
 
 
 def edge_of(tensor: Tensor) -> Edge:

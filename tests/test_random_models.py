@@ -14,12 +14,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from hookrec.calls import Call
+from hookrec.guard import Guard
 from hookrec.hooks import Hooks, Named
 from hookrec.layers import choose, layers_of
 from hookrec.statistics import describe
 from tests.oracle import Key, Oracle, raw
 
 WIDTH = 6
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 KINDS = ("output", "grad_output", "input", "grad_input")
 
 
@@ -150,9 +153,9 @@ def check(program: list[tuple[str, int]]) -> bool:
         return False  # an in-place change of what the backward pass needs, or a shape that does not fit
     model, memory = Model(program), Memory()
     layers = layers_of({"": model})
-    hooks = Hooks(choose(layers, ("*",), containers=False), memory, KINDS)
+    hooks = Hooks(choose(layers, ("*",), containers=False), memory, KINDS, Guard(memory.fault))
     hooks.install()
-    model.register_forward_hook(lambda *_: hooks.settle(last=True))
+    model.register_forward_hook(lambda *_: hooks.settle_all())
 
     def end_step() -> None:
         hooks.end_step()
@@ -179,12 +182,7 @@ def test_random_models_are_recorded_as_clones_have_them(examples):
         outcomes.append(check(program))
 
     outcomes: list[bool] = []
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            holds()
-    finally:
-        torch.set_num_threads(threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        holds()
     assert sum(outcomes) > len(outcomes) / 2
