@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.cli import Commands
+from replay.command_line import Commands
 from replay.seal import is_locked, is_sealed, locked, seal
 
 

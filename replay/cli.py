@@ -1,60 +1,42 @@
 """The command `replay`: questions to a trace, answered as tables on a terminal, plain text elsewhere, or JSON."""
 
-import json
 import sys
-from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import click
 
 import replay
-from replay.errors import ReplayError
+from replay.command_line import (
+    Commands,
+    cell_text,
+    filter_options,
+    json_option,
+    limit_option,
+    print_json,
+    print_rows,
+    say_if_empty,
+    step_option,
+    trace_argument,
+)
 
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 
 
-class Commands(click.Group):
-    """Shows an error of ours as one message, never as a traceback."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run a command."""
-        try:
-            return super().invoke(ctx)
-        except ReplayError as error:
-            raise click.ClickException(str(error)) from None
-
-
-@click.group(cls=Commands)
+@click.group(cls=Commands, elsewhere={})
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
 
 
-_trace = click.argument("trace", type=click.Path(path_type=Path))
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_limit = click.option("--limit", default=40, show_default=True, type=click.IntRange(1, 2**31), help="Rows to print.")
-_step = click.option("--step", type=click.IntRange(0, 2**62), help="One step.")
-
-
-def _filters(command: Callable[..., None]) -> Callable[..., None]:
-    for option in (
-        click.option("--where", help="SQL condition over the columns, such as 'n_nan > 0'."),
-        click.option("--kinds", multiple=True, help="Kind, such as grad_output; may be repeated."),
-        click.option("--layers", multiple=True, help="Glob over layer names, such as 'blocks.0.*'; may be repeated."),
-    ):
-        command = option(command)
-    return command
-
-
 @main.command()
-@_trace
-@_json
+@trace_argument
+@json_option
 def info(trace: Path, as_json: bool) -> None:
     """Say what is in a trace, how it ended, what never fired and what recording cost."""
     facts = _facts(replay.open(trace))
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
     facts["cost"] = _cost_in_words(facts["cost"])
     for name, value in facts.items():
@@ -127,9 +109,9 @@ def _lines(value: object) -> list[str]:
 
 
 @main.command()
-@_trace
-@_filters
-@_json
+@trace_argument
+@filter_options
+@json_option
 def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str | None, as_json: bool) -> None:
     """List what is recorded of each layer: kinds, dtypes, shapes, how many records."""
     opened = replay.open(trace)
@@ -142,16 +124,16 @@ def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str 
         entry[1] += kept
         entry[2:] = min(entry[2], step), max(entry[3], step)
     rows = [dict(zip((*key, "records", "tensors", "first", "last"), (*k, *v), strict=True)) for k, v in found.items()]
-    _print_rows(rows, as_json)
-    _say_if_empty(rows, opened)
+    print_rows(rows, as_json)
+    say_if_empty(rows, opened)
 
 
 @main.command()
-@_trace
-@_filters
-@_step
-@_limit
-@_json
+@trace_argument
+@filter_options
+@step_option
+@limit_option
+@json_option
 def stats(
     trace: Path,
     layers: tuple[str, ...],
@@ -164,16 +146,16 @@ def stats(
     """Print records with their statistics, in the order of execution."""
     opened = replay.open(trace)
     table = opened.records(layers or None, kinds or None, step, where)
-    _print_rows(table.slice(0, limit).to_pylist(), as_json, _COLUMNS)
-    _say_if_empty(table, opened)
+    print_rows(table.slice(0, limit).to_pylist(), as_json, _COLUMNS)
+    say_if_empty(table, opened)
     if len(table) > limit:
         click.echo(f"{len(table) - limit:,} more; --limit shows them.", err=True)
 
 
 @main.command()
-@_trace
+@trace_argument
 @click.argument("where")
-@_json
+@json_option
 def first(trace: Path, where: str, as_json: bool) -> None:
     """Print the first record for which a condition holds, such as 'n_nan > 0'. Ends with 1 if there is none."""
     found = replay.open(trace).first(where)
@@ -181,20 +163,24 @@ def first(trace: Path, where: str, as_json: bool) -> None:
         click.echo("null" if as_json else f"No record of {trace} has {where}.")
         sys.exit(1)
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
-        _print_rows([found], as_json, _COLUMNS)
+        print_rows([found], as_json, _COLUMNS)
 
 
 @main.command()
-@_trace
+@trace_argument
 @click.argument("layer")
 @click.option("--step", type=click.IntRange(0, 2**62), help="The step; the last if not given.")
 @click.option("--kind", default="output", show_default=True)
 @click.option("--call", default=0, show_default=True, type=click.IntRange(0, 2**62))
-@click.option("--path", default="", help="Where in a nested output the tensor sits.")
+@click.option(
+    "--path",
+    default="",
+    help="Where in a nested output the tensor sits; of an input its position or keyword, of a parameter its name.",
+)
 @click.option("--rank", default=0, show_default=True, type=click.IntRange(0, 2**62))
-@_json
+@json_option
 def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -> None:
     """Print one tensor: its statistics and its values, shortened."""
     import numpy as np
@@ -208,17 +194,17 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
     wanted = {"layer": layer, "call": key["call"], "path": key["path"], "rank": key["rank"]}
     record = next(row for row in same if all(row[name] == value for name, value in wanted.items()))
     if as_json:
-        _print_json({**record, "values": tensor.tolist() if tensor.dtype.kind in "biuf" else str(tensor.tolist())})
+        print_json({**record, "values": tensor.tolist() if tensor.dtype.kind in "biuf" else str(tensor.tolist())})
         return
     for name, value in record.items():
-        click.echo(f"{name:9} {_cell(value)}")
+        click.echo(f"{name:9} {cell_text(value)}")
     click.echo(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
 
 
 @main.command()
-@_trace
+@trace_argument
 @click.argument("out", type=click.Path(path_type=Path))
-@_filters
+@filter_options
 @click.option("--tensors", is_flag=True, help="Add a column with the values of each tensor.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 def export(
@@ -234,57 +220,3 @@ def export(
     selection = replay.open(trace).select(layers or None, kinds or None, where=where)
     selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
     click.echo(f"wrote {out}", err=True)
-
-
-def _say_if_empty(found: Sized, trace: replay.Trace) -> None:
-    if not len(found):
-        steps, layers = trace.steps, ", ".join(map(repr, trace.layers[:3]))
-        there = f"steps {steps[0]} to {steps[-1]}, layers such as {layers}" if steps else "no committed step"
-        click.echo(f"No record is so. {trace.path} has {there}, kinds {', '.join(trace.kinds) or 'none'}.", err=True)
-
-
-def _print_json(value: object) -> None:
-    """Print JSON; numbers that JSON lacks become null."""
-    click.echo(json.dumps(_finite(value), indent=1))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
-
-
-def _print_rows(rows: Sequence[dict[str, Any]], as_json: bool, columns: Iterable[str] | None = None) -> None:
-    if as_json:
-        _print_json(list(rows))
-        return
-    names = list(columns if columns is not None else rows[0] if rows else ())
-    names = [name for name in names if name != "path"]
-    if any(row.get("path") for row in rows):
-        names.insert(names.index("kind") + 1, "path")
-    cells = [[_cell(row[name]) for name in names] for row in rows]
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, header_style="bold")
-        for name in names:
-            table.add_column(name, justify="left" if name in ("layer", "kind", "path", "dtype", "shape") else "right")
-        for line in cells:
-            table.add_row(*map(Text, line))
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    for line in (names, *cells):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, (list, tuple)):
-        return "×".join(map(str, value)) or "scalar"
-    return str(value)

@@ -1,0 +1,127 @@
+"""What all commands share: options, errors as one message, answers as tables, plain text or JSON.
+
+A table goes to a terminal drawn, and elsewhere as plain columns. A command that needs much, or is seldom called, is
+imported when it is called, so that the others start in no time.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import click
+
+import replay
+from replay.errors import ReplayError
+
+_WORDS = ("layer", "kind", "path", "dtype", "shape", "rule", "severity", "advice", "trace", "status")
+
+
+class Commands(click.Group):
+    """Shows an error of ours as one message, never as a traceback.
+
+    Args:
+        elsewhere: by name, the commands that live in a module of their own, as "module:function".
+        more: what a `click.Group` takes.
+    """
+
+    def __init__(self, *args: Any, elsewhere: Mapping[str, str] | None = None, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._elsewhere = dict(elsewhere or {})
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names of the commands."""
+        return sorted({*super().list_commands(ctx), *self._elsewhere})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command."""
+        if cmd_name not in self._elsewhere:
+            return super().get_command(ctx, cmd_name)
+        module, _, function = self._elsewhere[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), function)
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except ReplayError as error:
+            raise click.ClickException(str(error)) from None
+
+
+trace_argument = click.argument("trace", type=click.Path(path_type=Path))
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+limit_option = click.option(
+    "--limit", default=40, show_default=True, type=click.IntRange(1, 2**31), help="Rows to print."
+)
+step_option = click.option("--step", type=click.IntRange(0, 2**62), help="One step.")
+
+
+def filter_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that choose records: `layers`, `kinds` and `where`."""
+    for option in (
+        click.option("--where", help="SQL condition over the columns, such as 'n_nan > 0'."),
+        click.option("--kinds", multiple=True, help="Kind, such as grad_output; may be repeated."),
+        click.option("--layers", multiple=True, help="Glob over layer names, such as 'blocks.0.*'; may be repeated."),
+    ):
+        command = option(command)
+    return command
+
+
+def say_if_empty(found: Sized, trace: replay.Trace) -> None:
+    """Say what a trace has, where nothing was found."""
+    if not len(found):
+        steps, layers = trace.steps, ", ".join(map(repr, trace.layers[:3]))
+        there = f"steps {steps[0]} to {steps[-1]}, layers such as {layers}" if steps else "no committed step"
+        click.echo(f"No record is so. {trace.path} has {there}, kinds {', '.join(trace.kinds) or 'none'}.", err=True)
+
+
+def print_json(value: object) -> None:
+    """Print JSON; numbers that JSON lacks become null."""
+    click.echo(json.dumps(_finite(value), indent=1))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def print_rows(rows: Sequence[dict[str, Any]], as_json: bool, columns: Iterable[str] | None = None) -> None:
+    """Print rows as a table, or as JSON; `columns` are those of the table, all if None."""
+    if as_json:
+        print_json(list(rows))
+        return
+    names = list(columns if columns is not None else rows[0] if rows else ())
+    names = [name for name in names if name != "path"]
+    if any(row.get("path") for row in rows):
+        names.insert(names.index("kind") + 1, "path")
+    cells = [[cell_text(row[name]) for name in names] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, header_style="bold")
+        for name in names:
+            table.add_column(name, justify="left" if name in _WORDS else "right")
+        for line in cells:
+            table.add_row(*map(Text, line))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    for line in (names, *cells):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def cell_text(value: object) -> str:
+    """Return a value as a cell of a table shows it."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, (list, tuple)):
+        return "×".join(map(str, value)) or "scalar"
+    return str(value)
