@@ -28,6 +28,10 @@ SCALARS_FILE = "scalars.jsonl"
 NOTES_FILE = "notes.jsonl"
 LOCK_FILE = "writer.lock"
 END_FILE = "end.json"
+DROPPED_FILE = "tensors-dropped.json"
+ALERTS_FILE = "alerts.jsonl"
+SENT_FILE = "alerts-sent.jsonl"
+PINNED_FILE = "pinned"
 STORE_DIRECTORIES = {"zarr": "tensors.zarr"}
 
 KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")

@@ -1,7 +1,6 @@
 """A trace as its reader sees it: ranks joined, records found by step, layer, kind and call.
 
-Records are rows of the commit log, which names streams by number; layer, kind, path and dtype come from the table of
-streams as dictionary-encoded columns, so that no string is copied. Where a tensor lies is looked up once a stream.
+Records are rows of the commit log, which names streams by number. Where a tensor lies is looked up once a stream.
 """
 
 import difflib
@@ -17,10 +16,12 @@ import pyarrow.compute
 from numpy.typing import NDArray
 
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars
+from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Names, Steps, globs_of, matches, rows_where, steps_condition
-from replay.format import KEPT, MODES, STATISTICS, STORE_DIRECTORIES, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
+from replay.format import KEPT, STORE_DIRECTORIES, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
+from replay.records import described
 from replay.seal import is_locked, is_sealed, read_streams
 from replay.selection import Selection
 from replay.zarr_store import ZarrReader
@@ -113,16 +114,21 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that are kept."""
-        return sum(
+        recorded = sum(
             int(pa.compute.sum(rank.log.table(["nbytes"])["nbytes"]).as_py() or 0) for rank in self._ranks.values()
         )
+        return recorded - sum(rank.dropped.nbytes for rank in self._ranks.values())
 
     @property
     def not_kept(self) -> dict[str, int]:
         """How many records have statistics and no tensor, by the reason."""
         found: dict[str, int] = {}
         for rank in self._ranks.values():
-            for reason, count in zip(*np.unique(rank.log.table(["kept"])["kept"], return_counts=True), strict=True):
+            table = rank.log.table(["stream", "kept", "row"])
+            gone = int(np.sum(table["kept"].to_numpy() == KEPT)) - int(np.sum(rank.dropped.kept(table)))
+            if gone:
+                found[str(rank.dropped)] = found.get(str(rank.dropped), 0) + gone
+            for reason, count in zip(*np.unique(table["kept"], return_counts=True), strict=True):
                 if reason != KEPT:
                     why = WHY_NOT_KEPT.get(int(reason), "not kept")
                     found[why] = found.get(why, 0) + int(count)
@@ -200,13 +206,19 @@ class Trace:
         raise self._not_found(part, step, layer, kind, call, path)
 
     def _read(self, part: "_Rank", stream: Stream, places: "_Places", at: int, step: int) -> NDArray[Any]:
-        kept = int(places.kept[at])
-        if kept != KEPT:
+        row = int(places.row[at])
+        if (why := part.why_no_tensor(stream, int(places.kept[at]), row)) is None:
+            try:
+                data = part.store.read(stream, places.row[at : at + 1], places.offset[at : at + 1])
+            except TraceDamaged:
+                part.dropped = read_dropped(part.directory)  # perhaps it went a moment ago
+                if (why := part.why_no_tensor(stream, KEPT, row)) is None:
+                    raise
+        if why is not None:
             raise NotRecorded(
                 f"Step {step} of {self.path} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
-                f"{WHY_NOT_KEPT.get(kept, 'not kept')}. Use records() for the statistics."
+                f"{why}. Use records() for the statistics."
             )
-        data = part.store.read(stream, places.row[at : at + 1], places.offset[at : at + 1])
         if len(data) and google_crc32c.value(bytes(data)) != places.crc32c[at]:
             raise TraceDamaged(
                 f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: "
@@ -291,11 +303,13 @@ class _Rank:
         self.store = ZarrReader(directory / STORE_DIRECTORIES["zarr"])
         self.streams: list[Stream] = []
         self.by_key: dict[tuple[str, str, str], list[Stream]] = {}
+        self.dropped = Dropped()
         self._places: dict[int, _Places] = {}
         self._steps: NDArray[np.int64] | None = None
 
     def refresh(self) -> None:
         self.log.refresh()
+        self.dropped = read_dropped(self.directory)
         self.streams = read_streams(self.directory)
         self.by_key = {}
         for stream in self.streams:
@@ -304,6 +318,12 @@ class _Rank:
 
     def status(self) -> str:
         return "sealed" if is_sealed(self.directory) else "live" if is_locked(self.directory) else "torn"
+
+    def why_no_tensor(self, stream: Stream, kept: int, row: int) -> str | None:
+        """Why a record has no tensor; None if it has one."""
+        if kept != KEPT:
+            return WHY_NOT_KEPT.get(kept, "not kept")
+        return str(self.dropped) if row < self.dropped.rows.get(stream.id, 0) else None
 
     def check(self, table: pa.Table) -> None:
         """Raise TraceDamaged where records are of streams that are not in the table of streams."""
@@ -337,32 +357,6 @@ class _Rank:
             wanted = [s.id for s in self.streams if matches(s.layer, layers) and matches(s.kind, kinds)]
             chosen = pa.compute.field("stream").isin(pa.array(wanted, pa.int32()))
             condition = chosen if condition is None else condition & chosen
-        table = self.log.table(None, condition).combine_chunks()
+        table = self.log.table(None, condition)
         self.check(table)
-        count = len(table)
-        stream = table["stream"].combine_chunks() if count else pa.array([], pa.int32())
-        if isinstance(stream, pa.ChunkedArray):
-            stream = stream.chunk(0)
-
-        def of_stream(values: list[str]) -> pa.Array:
-            return pa.DictionaryArray.from_arrays(stream, pa.array(values, pa.string()))
-
-        shapes = pa.array([list(s.shape) for s in self.streams], pa.list_(pa.int64()))
-        mode = table["mode"].combine_chunks().cast(pa.int32()) if count else pa.array([], pa.int32())
-        if isinstance(mode, pa.ChunkedArray):
-            mode = mode.chunk(0)
-        columns = {
-            "rank": pa.array(np.full(count, number, np.int32)),
-            "step": table["step"],
-            "layer": of_stream([s.layer for s in self.streams]),
-            "kind": of_stream([s.kind for s in self.streams]),
-            "call": table["call"],
-            "path": of_stream([s.path for s in self.streams]),
-            "micro": table["micro"],
-            "mode": pa.DictionaryArray.from_arrays(mode, pa.array(MODES)),
-            "dtype": of_stream([s.dtype for s in self.streams]),
-            "shape": shapes.take(stream),
-            "kept": pa.array(table["kept"].to_numpy() == KEPT),
-            **{name: table[name] for name in STATISTICS},
-        }
-        return pa.table(columns)
+        return described(table, self.streams, number, self.dropped.kept(table))

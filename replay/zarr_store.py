@@ -200,6 +200,33 @@ def seal_stream(
     _write_array(group, stream, len(step), one_row_a_step=one_row_a_step)
 
 
+def shard_files(root: Path, stream: Stream) -> list[tuple[int, Path]]:
+    """Return the shards of a stream that are there, in order: number and file."""
+    if stream.location is None:
+        return []
+    layout = _Appending(stream, 0, root / stream.location / "data")
+    try:
+        numbers = sorted(int(entry.name) for entry in os.scandir(layout.data / "c") if entry.name.isdecimal())
+    except FileNotFoundError:
+        return []
+    return [(number, path) for number in numbers if (path := layout.shard_path(number)).is_file()]
+
+
+def forget_rows(root: Path, stream: Stream, rows: int) -> int:
+    """Write into a sealed stream's array that its first rows will be dropped; return how many rows it has.
+
+    To Zarr, a missing shard is full of the fill value: NaN from now on, where the dtype has one, rather than zero.
+    """
+    path = root / _location(stream) / "data" / "zarr.json"
+    metadata = json.loads(path.read_text(encoding="utf-8"))
+    if stream.dtype in ("float16", "float32", "float64"):
+        metadata["fill_value"] = "NaN"
+    metadata["attributes"]["dropped_rows"] = rows
+    write_whole(path, json.dumps(metadata))
+    there: int = metadata["shape"][0]
+    return there
+
+
 class _Appending:
     """The layout of a stream's shards, and how many rows it has."""
 
