@@ -10,7 +10,14 @@ from replay.command_line import Commands
 from replay.seal import is_locked, is_sealed, locked, seal
 
 
-@click.group(cls=Commands)
+@click.group(
+    cls=Commands,
+    elsewhere={
+        "daemon": "hookrec.daemon_command:daemon",
+        "pin": "hookrec.pin_command:pin",
+        "unpin": "hookrec.pin_command:unpin",
+    },
+)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Record PyTorch trainings. In a script: hookrec.attach(model, "runs/a"). To read a trace: replay info runs/a."""

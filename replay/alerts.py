@@ -208,8 +208,11 @@ def _shortened(alert: Alert) -> Alert:
 
 
 def _check(alert: Alert) -> None:
+    if alert.severity not in ("error", "warning"):
+        raise ValueError(f"severity is {alert.severity!r:.80}")
     for name, value in vars(alert).items():
         number = name in ("rank", "first_step", "last_step")
         optional = number or name in ("layer", "kind")
-        if not isinstance(value, int if number else str) and not (optional and value is None):
+        right = isinstance(value, int) and not isinstance(value, bool) if number else isinstance(value, str)
+        if not right and not (optional and value is None):
             raise TypeError(f"{name} is {value!r:.80}")

@@ -81,10 +81,13 @@ def read_dropped(rank_directory: Path) -> Dropped:
     path = rank_directory / DROPPED_FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        rows = {int(stream): int(count) for stream, count in found["streams"].items()}
-        if any(number < 0 for number in (*rows, *rows.values())):
-            raise ValueError("a negative number")
-        return Dropped(str(found["why"]), str(found["time"]), rows, int(found["bytes"]))
+        rows = {int(stream): count for stream, count in found["streams"].items()}
+        why, time, nbytes = found["why"], found["time"], found["bytes"]
+        if not (isinstance(why, str) and isinstance(time, str)):
+            raise TypeError("why and time are strings")
+        if any(not isinstance(number, int) or number < 0 for number in (nbytes, *rows, *rows.values())):
+            raise TypeError("bytes, and what streams says, are numbers from 0")
+        return Dropped(why, time, rows, nbytes)
     except FileNotFoundError:
         return Dropped()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

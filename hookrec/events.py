@@ -1,0 +1,96 @@
+"""How the daemon waits: until the time is up, or the system tells that something changed in a folder.
+
+Events are a courtesy. They do not arrive from other machines over NFS, may be lost, and there are limits on how many
+folders can be watched; so they only ever shorten the wait. Folders are watched one by one, never with what lies below:
+a store has thousands of folders, and each tensor that is written would be an event.
+"""
+
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from watchdog.events import (
+    DirCreatedEvent,
+    DirMovedEvent,
+    FileCreatedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+    FileSystemEvent,
+    FileSystemEventHandler,
+)
+from watchdog.observers import Observer
+from watchdog.observers.api import ObservedWatch
+
+from hookrec.journal import Journal
+
+_TOGETHER_S = 0.2  # events come in crowds
+_KINDS: list[type[FileSystemEvent]] = [
+    DirCreatedEvent,
+    DirMovedEvent,
+    FileCreatedEvent,
+    FileModifiedEvent,
+    FileMovedEvent,
+]
+
+
+class Events:
+    """Waits. Owned by one thread; `wake` may be called by any, and by a signal.
+
+    Args:
+        journal: is told where events do not arrive.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._changed = threading.Event()
+        self._watches: dict[Path, ObservedWatch | None] = {}
+        self._listener = _Listener(self._changed)
+        self._observer = Observer()
+        self._observer.start()
+
+    def watch(self, folders: Iterable[Path]) -> bool:
+        """Watch these folders, and no others.
+
+        Returns:
+            Whether one is watched from now on: what came there before is no event, and has to be looked for.
+        """
+        wanted = set(folders)
+        more = False
+        for folder in self._watches.keys() - wanted:
+            if (watch := self._watches.pop(folder)) is not None:
+                self._observer.unschedule(watch)
+        for folder in wanted - self._watches.keys():
+            try:
+                self._watches[folder] = self._observer.schedule(self._listener, str(folder), event_filter=_KINDS)
+                more = True
+            except FileNotFoundError:
+                continue  # gone again; the next look at the folders finds that too
+            except (OSError, ValueError) as error:
+                self._watches[folder] = None
+                self._journal.complain("events", f"Some folders are looked at now and then, without events: {error}")
+        return more
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for an event, or until the time is up."""
+        if self._changed.wait(timeout_s):
+            time.sleep(_TOGETHER_S)
+        self._changed.clear()
+
+    def wake(self) -> None:
+        """End the wait."""
+        self._changed.set()
+
+    def close(self) -> None:
+        """Let go of the folders."""
+        self._observer.stop()
+        self._observer.join()
+
+
+class _Listener(FileSystemEventHandler):
+    def __init__(self, changed: threading.Event) -> None:
+        self._changed = changed
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        """Say that something changed."""
+        self._changed.set()
