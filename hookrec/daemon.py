@@ -195,9 +195,12 @@ class Daemon:
 def watch(daemon: Daemon, events: Events, poll_s: float, stopped: Callable[[], bool]) -> None:
     """Do rounds until `stopped` says so, then save."""
     while not stopped():
-        wait_s = daemon.look(time.monotonic())
+        began = time.monotonic()
+        wait_s = daemon.look(began)
         # Where one looks every second anyway, an event about each commit costs more than it brings.
         if events.watch(daemon.folders(logs=poll_s > 1)):
             wait_s = 0.0
-        events.wait(min(poll_s, max(0.0, wait_s)))
+        took_s = time.monotonic() - began
+        # However much there is to do, half of the time is other people's.
+        events.wait(max(took_s, min(poll_s - took_s, wait_s)))
     daemon.save()
