@@ -171,4 +171,4 @@ class Outbox:
         try:
             AlertFile(trace).mark_sent(alert.id, self.name, timestamp())
         except OSError as error:
-            self._journal.complain(trace, f"{trace} cannot note what was sent: {error.strerror}.")
+            self._journal.complain((trace, "sent"), f"{trace} cannot note what was sent: {error.strerror}.")

@@ -40,12 +40,12 @@ class Quota:
         self._sizes = {trace: self._sizes[trace] for trace in traces if trace in self._sizes}
         excess = sum(self._size(trace) for trace in traces) - self._limit
         for trace in _oldest_first(traces) if excess > 0 else ():
-            if excess <= 0 or not _may_go(trace):
-                continue
+            if excess <= 0:
+                break
             try:
-                freed, count = self._drop_from(trace, excess, time)
+                freed, count = self._drop_from(trace, excess, time) if _may_go(trace) else (0, 0)
             except (OSError, ReplayError) as error:
-                self._journal.complain(trace, f"Tensors of {trace} cannot be dropped: {error}")
+                self._journal.complain((trace, "quota"), f"Tensors of {trace} cannot be dropped: {error}")
                 continue
             finally:
                 self._sizes.pop(trace, None)
@@ -64,22 +64,19 @@ class Quota:
             self._journal.forget("quota")
 
     def _size(self, trace: Path) -> int:
-        if trace not in self._sizes:
-            sealed = _is_sealed(trace)
-            if sealed:
-                self._finish(trace)
-            size = bytes_on_disk(trace)
-            if not sealed:
-                return size
-            self._sizes[trace] = size
-        return self._sizes[trace]
-
-    def _finish(self, trace: Path) -> None:
+        if trace in self._sizes:
+            return self._sizes[trace]
+        sealed = False
         try:
-            for rank in _ranks(trace):
+            sealed = _is_sealed(trace)
+            for rank in _ranks(trace) if sealed else ():
                 finish_dropping(rank)
         except (OSError, ReplayError) as error:
-            self._journal.complain(trace, f"Tensors of {trace} cannot be dropped: {error}")
+            self._journal.complain((trace, "quota"), f"Tensors of {trace} cannot be dropped: {error}")
+        size = bytes_on_disk(trace)
+        if sealed:
+            self._sizes[trace] = size
+        return size
 
     def _drop_from(self, trace: Path, excess: int, time: str) -> tuple[int, int]:
         """Drop the oldest tensors of a trace; return the bytes and the number of files."""

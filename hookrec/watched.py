@@ -5,6 +5,7 @@ place up to which the log was read is saved after that. So a restart may read so
 alerts in the file already.
 """
 
+import contextlib
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -74,7 +75,9 @@ class Watched:
     def __init__(self, path: Path, duties: Duties, memory: dict[str, Any] | None = None) -> None:
         self.path = path
         self.done = False
-        self.urgent = any(not is_sealed(rank) for rank in path.glob("rank-[0-9]*"))
+        self.urgent = False
+        with contextlib.suppress(OSError):  # the first look says what is wrong
+            self.urgent = any(not is_sealed(rank) for rank in path.glob("rank-[0-9]*"))
         self._duties = duties
         self._memory = memory or {}
         self._stamp: list[int] = []

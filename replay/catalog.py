@@ -66,12 +66,19 @@ def find_traces(root: Path, unreadable: Callable[[Path, OSError], None]) -> Tree
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(folder / entry.name)
-                elif entry.is_symlink() and entry.is_dir():
+                elif _leads_to_a_folder(entry):
                     links.append(folder / entry.name)
         except OSError as error:
             unreadable(folder, error)
     tree.traces.sort()
     return tree
+
+
+def _leads_to_a_folder(entry: "os.DirEntry[str]") -> bool:
+    try:
+        return entry.is_symlink() and entry.is_dir()
+    except OSError:
+        return False  # a link to itself, or to where we may not go
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ def list_traces(root: Path, as_json: bool) -> None:
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
         raise click.ClickException(f"{printable(root)} {what}. Name a folder that has traces below it.")
-    if not _can_be_read(root):
-        raise click.ClickException(f"{printable(root)} cannot be read: you have no permission. Ask its owner.")
 
     def unreadable(folder: Path, error: OSError) -> None:
         click.echo(f"{printable(folder)} cannot be read: {error.strerror}.", err=True)
@@ -49,11 +47,3 @@ def list_traces(root: Path, as_json: bool) -> None:
     for entry in entries:
         if entry.problem:
             click.echo(f"{printable(entry.name)} is damaged: {printable(entry.problem)}", err=True)
-
-
-def _can_be_read(root: Path) -> bool:
-    try:
-        next(root.iterdir(), None)
-    except OSError:
-        return False
-    return True

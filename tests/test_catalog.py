@@ -42,6 +42,7 @@ def test_links_are_followed_without_end_and_name_nothing_twice(tmp_path):
     (tmp_path / "root/x/loop").symlink_to(tmp_path / "root")
     (tmp_path / "root/more").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "root/dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "root/itself").symlink_to(tmp_path / "root/itself")
 
     assert names(tmp_path / "root") == ["more/far", "z"]
 

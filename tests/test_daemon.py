@@ -316,6 +316,29 @@ def test_damage_is_said_once_and_the_others_are_followed(tmp_path):
     assert len(bench.said.getvalue().splitlines()) == 4
 
 
+def test_traces_that_may_not_be_read_keep_neither_rules_nor_quota_from_the_others(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        trace = WrittenTrace(tmp_path / name, width=10_000)
+        trace.commit(0, n_nan={"0": 1})
+        trace.seal()
+    real = Path.exists
+
+    def exists(path, **more):
+        if "a/rank" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **more)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    bench = Bench(tmp_path, "n_nan > 0", quota=1)
+    for _ in range(5):
+        bench.look(61)
+
+    assert bench.post.got == [("b", "0")]
+    assert replay.open(tmp_path / "b").nbytes == 0
+    assert bench.said.getvalue().count("a cannot be followed: ") == 1
+    assert bench.said.getvalue().count("Tensors of") == 1
+
+
 def test_a_trace_that_vanishes_or_is_replaced_is_no_trouble(tmp_path):
     for name in ("gone", "moved", "replaced"):
         WrittenTrace(tmp_path / name).commit(0, n_nan={"0": 1})
