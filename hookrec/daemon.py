@@ -97,14 +97,14 @@ class Daemon:
         self._saved = self._load()
 
     def folders(self, *, logs: bool) -> list[Path]:
-        """Return where something new may appear: folders that are no traces, and traces that are not sealed.
+        """Return where something new may appear: traces that are not sealed, then folders, upper ones first.
 
         Args:
             logs: also where the logs of these traces grow.
         """
         live = [watched for watched in self._watched.values() if watched.urgent]
         ranks = [rank for watched in live for rank in watched.rank_directories] if logs else []
-        return [*self._folders, *(watched.path for watched in live), *ranks]
+        return [*(watched.path for watched in live), *ranks, *self._folders]
 
     def look(self, now: float) -> float:
         """Do a round.
@@ -148,7 +148,8 @@ class Daemon:
         """Find out which traces there are."""
         began = time.perf_counter()
         tree = find_traces(self._root, self._unreadable)
-        self._folders = [folder for folder in tree.folders if folder.name != STATE_DIRECTORY]
+        folders = (folder for folder in tree.folders if folder.name != STATE_DIRECTORY)
+        self._folders = sorted(folders, key=lambda folder: len(folder.parts))
         for path in self._watched.keys() - set(tree.traces):
             self._watched.pop(path)
             self._journal.say("gone", f"{path} is gone", trace=str(path))

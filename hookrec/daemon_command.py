@@ -88,7 +88,7 @@ def _daemon(
             stack.callback(outbox.close)
         events = Events(journal)
         stack.callback(events.close)
-        pools = {name: ThreadPoolExecutor(1, name) for name in ("rules", "chores")}
+        pools = {name: ThreadPoolExecutor(1, name) for name in ("rules", "backlog", "chores")}
         for pool in pools.values():
             stack.callback(pool.shutdown, cancel_futures=True)
         duties = Duties(

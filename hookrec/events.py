@@ -5,6 +5,7 @@ folders can be watched; so they only ever shorten the wait. Folders are watched 
 a store has thousands of folders, and each tensor that is written would be an event.
 """
 
+import itertools
 import threading
 import time
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from watchdog.observers.api import ObservedWatch
 
 from hookrec.journal import Journal
 
+_MOST = 256  # each costs a thread of watchdog's
 _TOGETHER_S = 0.2  # events come in crowds
 _KINDS: list[type[FileSystemEvent]] = [
     DirCreatedEvent,
@@ -50,12 +52,12 @@ class Events:
         self._observer.start()
 
     def watch(self, folders: Iterable[Path]) -> bool:
-        """Watch these folders, and no others.
+        """Watch these folders, and no others; where there are too many, the first of them.
 
         Returns:
             Whether one is watched from now on: what came there before is no event, and has to be looked for.
         """
-        wanted = set(folders)
+        wanted = set(itertools.islice(folders, _MOST))
         more = False
         for folder in self._watches.keys() - wanted:
             if (watch := self._watches.pop(folder)) is not None:

@@ -48,7 +48,8 @@ class Duties:
         outboxes: the ways by which alerts are sent on.
         seal_after_s: how long a trace must be without a writer, and unchanged, before it is sealed.
         journal: is told what happens.
-        rules: runs rules.
+        rules: runs rules over traces that are live.
+        backlog: runs them over those that are not, of which there may be thousands.
         chores: runs what may take long otherwise.
         wake: makes the daemon look again.
     """
@@ -59,6 +60,7 @@ class Duties:
     seal_after_s: float
     journal: Journal
     rules: Executor
+    backlog: Executor
     chores: Executor
     wake: Callable[[], None]
 
@@ -226,7 +228,8 @@ class Watched:
         if check is None or since is None or self._running is not None or now < self._next_check:
             return
         self._unchecked = None
-        future = self._duties.rules.submit(_judge, check, self.path, since)
+        executor = self._duties.rules if self.urgent else self._duties.backlog
+        future = executor.submit(_judge, check, self.path, since)
         self._running = future, since, now
         future.add_done_callback(lambda _: self._duties.wake())
 

@@ -17,7 +17,7 @@ from replay.alerts import count_alerts
 from replay.documents import read_end, read_identity
 from replay.dropping import read_dropped
 from replay.errors import ReplayError, TraceDamaged
-from replay.format import END_FILE, PINNED_FILE, TRACE_FILE
+from replay.format import END_FILE, PINNED_FILE, STORE_DIRECTORIES, TRACE_FILE
 from replay.log import Log
 from replay.seal import is_locked
 
@@ -62,7 +62,7 @@ def find_traces(root: Path, unreadable: Callable[[Path, OSError], None]) -> Tree
                 continue
             tree.folders.append(folder)
             for entry in inside:
-                if entry.name.endswith(".zarr"):
+                if entry.name in STORE_DIRECTORIES.values():
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(folder / entry.name)

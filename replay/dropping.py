@@ -100,7 +100,7 @@ def on_disk(stat: os.stat_result) -> int:
 
 
 def shards(rank_directory: Path) -> list[Shard]:
-    """Return the files of tensors that a rank has, the oldest first."""
+    """Return the files of tensors that a rank has, those of a stream in order."""
     store = rank_directory / STORE_DIRECTORIES["zarr"]
     found = []
     for stream in read_streams(rank_directory):
@@ -110,7 +110,7 @@ def shards(rank_directory: Path) -> list[Shard]:
                 stat = path.stat()
                 time_s = max(time_s, stat.st_mtime)
                 found.append(Shard(stream, number, path, on_disk(stat), time_s))
-    return sorted(found, key=lambda shard: (shard.time_s, shard.number))
+    return found
 
 
 def drop(rank_directory: Path, victims: Iterable[Shard], why: str, time: str) -> None:

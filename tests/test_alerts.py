@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -61,6 +62,17 @@ def test_a_line_that_was_cut_off_is_as_if_never_written(tmp_path, cut):
     AlertFile(tmp_path).append([alert("0"), alert("1")])
 
     assert [found.layer for found in read_alerts(tmp_path)] == ["0", "1"]
+
+
+def test_a_long_line_that_was_cut_off_leaves_nothing_behind_a_short_one(tmp_path):
+    AlertFile(tmp_path).append([alert("0")])
+    with (tmp_path / "alerts.jsonl").open("a") as file:
+        file.write("x" * 10_000)
+
+    AlertFile(tmp_path).append([alert("1")])
+
+    assert [found.layer for found in read_alerts(tmp_path)] == ["0", "1"]
+    assert "x" not in (tmp_path / "alerts.jsonl").read_text()
 
 
 def test_a_file_that_cannot_grow_is_left_as_it_was(tmp_path, monkeypatch):
@@ -243,6 +255,17 @@ def test_a_command_that_fails_is_said(line, words):
         delivery.command(line, timeout_s=0.2)(b"{}")
 
     assert time.perf_counter() - begin < 5
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path):
+    with pytest.raises(NotSent):
+        delivery.command(f"sh -c 'sleep 60 & echo $! > {tmp_path}/child; wait'", timeout_s=0.3)(b"{}")
+
+    child = Path("/proc") / (tmp_path / "child").read_text().strip() / "stat"
+    deadline = time.monotonic() + 5
+    while child.exists() and child.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not child.exists() or child.read_text().split()[2] == "Z"
 
 
 def test_a_command_need_not_read():

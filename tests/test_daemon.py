@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from concurrent.futures import Executor, Future
@@ -22,13 +23,14 @@ from click.testing import CliRunner
 
 import replay
 from hookrec.cli import main as hookrec_main
-from hookrec.daemon import Daemon
+from hookrec.daemon import Daemon, watch
 from hookrec.delivery import AT_MOST
+from hookrec.events import Events
 from hookrec.findings import Conditions
 from hookrec.journal import Journal
 from hookrec.quota import Quota
 from hookrec.watched import Duties
-from replay.alerts import read_alerts
+from replay.alerts import AlertFile, read_alerts
 from tests.written import WrittenTrace
 
 
@@ -79,7 +81,7 @@ class Bench:
         self.post = Post()
         journal = Journal(self.said)
         duties = Duties(
-            Conditions(when), check, [self.post], seal_after, journal, rules=Now(), chores=Now(), wake=lambda: None
+            Conditions(when), check, [self.post], seal_after, journal, Now(), Now(), Now(), wake=lambda: None
         )
         (root / ".hookrec-daemon").mkdir(exist_ok=True)
         self.daemon = Daemon(root, duties, when, None if quota is None else Quota(quota, journal))
@@ -133,6 +135,18 @@ def test_traces_that_were_finished_before_are_judged_once(tmp_path):
         ("n_nan >= 0", "1"),
     ]
     assert third.said.getvalue().count("alert: ") == 2
+
+
+def test_what_was_sent_is_not_sent_again_after_a_restart(tmp_path):
+    WrittenTrace(tmp_path / "a", ("x", "y")).commit(0, n_nan={"x": 1, "y": 1})
+    Bench(tmp_path, "n_nan > 0").look()
+    first, _ = read_alerts(tmp_path / "a")
+    AlertFile(tmp_path / "a").mark_sent(first.id, "post", "2026-12-02T12:00:00.000+00:00")
+
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+
+    assert bench.post.got == [("a", "y")]
 
 
 def test_a_restart_goes_on_where_the_log_was_left(tmp_path):
@@ -410,6 +424,48 @@ def test_the_quota_is_kept(tmp_path):
 
     assert replay.open(tmp_path / "a").nbytes == 0
     assert "to keep the quota" in bench.said.getvalue()
+
+
+def test_more_folders_than_can_be_watched_are_polled(tmp_path):
+    for number in range(300):
+        (tmp_path / str(number)).mkdir()
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+    events = Events(Journal(bench.said))
+    threads = threading.active_count()
+
+    watched = events.watch(bench.daemon.folders(logs=True))
+    extra = threading.active_count() - threads
+    again = events.watch(bench.daemon.folders(logs=True))
+    WrittenTrace(tmp_path / "299/a").commit(0, n_nan={"0": 1})
+    bench.look()
+    events.close()
+
+    assert watched
+    assert not again
+    assert extra <= 256
+    assert layers(tmp_path / "299/a") == ["0"]
+
+
+def test_a_folder_that_is_watched_from_now_on_is_looked_at_once_more(tmp_path):
+    """What came before it was watched is no event."""
+
+    class Waits:
+        new = [True, False, False]  # noqa: RUF012
+        waited: list[float] = []  # noqa: RUF012
+
+        def watch(self, folders):
+            return self.new[len(self.waited)]
+
+        def wait(self, timeout_s):
+            self.waited.append(timeout_s)
+            time.sleep(min(timeout_s, 0.05))
+
+    events = Waits()
+    watch(Bench(tmp_path).daemon, events, 3600.0, lambda: len(events.waited) == 3)
+
+    assert events.waited[0] < 1
+    assert events.waited[2] > 3000
 
 
 # From here on with real processes.

@@ -90,6 +90,18 @@ def test_a_rank_that_comes_later_is_followed_too(tmp_path):
     assert [table["rank"].to_pylist() for table in follower.read()] == [[1]]
 
 
+def test_a_layer_that_comes_later_has_its_name(tmp_path):
+    trace = WrittenTrace(tmp_path / "a", ("0",))
+    trace.commit(0)
+    follower = Follower(tmp_path / "a")
+    assert steps(follower) == [0]
+
+    trace.add("late")
+    trace.commit(1)
+
+    assert [table["layer"].to_pylist() for table in follower.read()] == [["0", "late"]]
+
+
 def test_a_torn_batch_is_left_for_the_next_look(tmp_path):
     trace = WrittenTrace(tmp_path / "a", ("0",))
     trace.commit(0)

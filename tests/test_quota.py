@@ -62,16 +62,16 @@ def have(path: Path) -> list[bool]:
 
 
 def test_the_tensors_of_the_oldest_trace_go_first_and_no_statistics(tmp_path):
-    sealed(tmp_path / "young", created="2026-12-01T13:00:00.000+00:00")
-    sealed(tmp_path / "old", created="2026-12-01T13:30:00.000+01:00")
-    records = replay.open(tmp_path / "old").records().drop_columns("kept")
+    sealed(tmp_path / "a young", created="2026-12-01T13:00:00.000+00:00")
+    sealed(tmp_path / "z old", created="2026-12-01T13:30:00.000+01:00")
+    records = replay.open(tmp_path / "z old").records().drop_columns("kept")
 
-    keep(tmp_path, bytes_on_disk(tmp_path / "young") + 500_000)
+    keep(tmp_path, bytes_on_disk(tmp_path / "a young") + 500_000)
 
-    assert have(tmp_path / "old") == [False] * 4
-    assert have(tmp_path / "young") == [True] * 4
-    assert replay.open(tmp_path / "old").records().drop_columns("kept") == records
-    assert bytes_on_disk(tmp_path) < bytes_on_disk(tmp_path / "young") + 500_000
+    assert have(tmp_path / "z old") == [False] * 4
+    assert have(tmp_path / "a young") == [True] * 4
+    assert replay.open(tmp_path / "z old").records().drop_columns("kept") == records
+    assert bytes_on_disk(tmp_path) < bytes_on_disk(tmp_path / "a young") + 500_000
 
 
 def test_within_a_trace_the_oldest_shards_go_first_and_no_more_than_needed(tmp_path, small_shards):

@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import numpy as np
 
 from replay.format import RECORD_SCHEMA, Locations, Stream
@@ -38,8 +40,6 @@ class WrittenTrace:
         created: str = "2026-12-01T12:00:00.000+00:00",
         identity: Mapping[str, Any] | None = None,
     ) -> None:
-        import platform
-
         self.path = path
         self.rank = path / f"rank-{rank:05}"
         self.rank.mkdir(parents=True)
@@ -52,17 +52,21 @@ class WrittenTrace:
         (self.rank / "model.json").write_text('{"modules": []}')
         self._width = width
         self._store = ZarrWriter(self.rank / "tensors.zarr") if width else None
-        locations = Locations()
-        self._streams = [
-            Stream(i, layer, "output", "", "float32", (width,), locations.new(layer, "output", "") if width else None)
-            for i, layer in enumerate(layers)
-        ]
-        with (self.rank / "streams.jsonl").open("w") as file:
-            for stream in self._streams:
-                file.write(stream.to_json() + "\n")
-                if self._store is not None:
-                    self._store.add(stream)
+        self._locations = Locations()
+        self._streams: list[Stream] = []
+        for layer in layers:
+            self.add(layer)
         self._log = LogWriter(self.rank)
+
+    def add(self, layer: str) -> None:
+        """Add a layer, which has records from here on."""
+        location = self._locations.new(layer, "output", "") if self._width else None
+        stream = Stream(len(self._streams), layer, "output", "", "float32", (self._width,), location)
+        self._streams.append(stream)
+        with (self.rank / "streams.jsonl").open("a") as file:
+            file.write(stream.to_json() + "\n")
+        if self._store is not None:
+            self._store.add(stream)
 
     def commit(self, *steps: int, n_nan: Mapping[str, int] | None = None) -> None:
         """Commit steps together; `n_nan` says of layers how many NaN they had."""
@@ -73,8 +77,6 @@ class WrittenTrace:
         columns["n_nan"][:] = np.tile([(n_nan or {}).get(s.layer, 0) for s in self._streams], len(steps))
         columns["kept"][:], columns["row"][:], columns["offset"][:] = 1, -1, -1
         if self._store is not None:
-            import google_crc32c
-
             columns["kept"][:], columns["nbytes"][:] = 0, 4 * self._width
             for stream in self._streams:
                 data = [np.full(self._width, step, np.float32).tobytes() for step in steps]
