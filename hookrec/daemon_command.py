@@ -73,7 +73,7 @@ def _daemon(
 ) -> None:
     journal = Journal(as_json=as_json)
     conditions = Conditions(when)
-    check = _check() if rules else None
+    check = rules_of_replay() if rules else None
     ways = {}
     if webhook is not None:
         ways["webhook"] = delivery.webhook(webhook)
@@ -113,8 +113,8 @@ def _daemon(
         journal.say("end", f"stopped by {signal.Signals(stop[0]).name}")
 
 
-def _check() -> Check | None:
-    """The rules of `replay check`, where they are installed."""
+def rules_of_replay() -> Check | None:
+    """Return what runs the rules of `replay check`; None where this replay has none."""
     check = getattr(replay, "check", None)
     if not callable(check):
         return None

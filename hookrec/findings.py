@@ -148,19 +148,24 @@ def _numbers(column: pa.ChunkedArray) -> np.ndarray[tuple[int, ...], np.dtype[np
 
 
 def as_alert(finding: Finding, trace_id: str, time: str) -> Alert:
-    """Return a finding as it is kept and sent."""
-    about = finding.rule, finding.rank, finding.layer, finding.kind
+    """Return a finding as it is kept and sent; rules may have their numbers from numpy."""
+    rule, rank = str(finding.rule), _plain(finding.rank)
+    layer, kind = (None if name is None else str(name) for name in (finding.layer, finding.kind))
     return Alert(
-        id=alert_id(trace_id, *about),
+        id=alert_id(trace_id, rule, rank, layer, kind),
         time=time,
         trace_id=trace_id,
-        rule=finding.rule,
-        severity=finding.severity,
-        rank=finding.rank,
-        layer=finding.layer,
-        kind=finding.kind,
-        first_step=finding.first_step,
-        last_step=finding.last_step,
-        message=finding.message,
-        advice=finding.advice,
+        rule=rule,
+        severity="error" if finding.severity == "error" else "warning",
+        rank=rank,
+        layer=layer,
+        kind=kind,
+        first_step=_plain(finding.first_step),
+        last_step=_plain(finding.last_step),
+        message=str(finding.message),
+        advice=str(finding.advice),
     )
+
+
+def _plain(number: int | None) -> int | None:
+    return None if number is None else int(number)

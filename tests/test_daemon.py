@@ -18,10 +18,12 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import replay
+from hookrec import daemon_command
 from hookrec.cli import main as hookrec_main
 from hookrec.daemon import Daemon, watch
 from hookrec.delivery import AT_MOST
@@ -199,6 +201,20 @@ def test_rules_come_in_by_one_seam_and_are_told_what_is_new(tmp_path):
         ("rule", "0", 0, "warning"),
         ("whole", None, None, "warning"),
     ]
+
+
+def test_the_rules_of_replay_are_run_where_they_are_installed(tmp_path, monkeypatch):
+    WrittenTrace(tmp_path / "a").commit(3)
+
+    def check(trace, *, rules=None, thresholds=None, since=None):
+        return [Found("0", first_step=np.int64(since), rank=np.int32(0), last_step=trace.steps[-1])]
+
+    monkeypatch.setattr(replay, "check", check, raising=False)
+    bench = Bench(tmp_path, check=daemon_command.rules_of_replay())
+    bench.look()
+    bench.look()
+
+    assert [(a.rule, a.rank, a.first_step, a.last_step) for a in read_alerts(tmp_path / "a")] == [("rule", 0, 3, 3)]
 
 
 def test_steps_that_come_while_rules_rest_are_judged_later(tmp_path):
