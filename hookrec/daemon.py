@@ -59,11 +59,9 @@ def only_one(root: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = os.pread(fd, 200, 0).decode("utf-8", "replace").split() or ["unknown", "an unknown host"]
-            raise DaemonError(
-                f"{printable(root)} is watched already, by process {who[0]} on {who[-1]}. Stop that one first, with: "
-                f"kill {who[0]}"
-            ) from None
+            pid, _, host = os.pread(fd, 200, 0).decode("utf-8", "replace").strip().partition(" ")
+            by = f"by process {pid} on {host}. Stop that one first, with: kill {pid}" if pid else "by another daemon."
+            raise DaemonError(f"{printable(root)} is watched already, {by}") from None
         os.ftruncate(fd, 0)
         with contextlib.suppress(OSError):  # on a full disk nobody learns our number
             os.pwrite(fd, f"{os.getpid()} {platform.node()}\n".encode(), 0)
@@ -185,7 +183,7 @@ class Daemon:
     def _load(self) -> dict[str, Any]:
         try:
             found = json.loads(self._places_path.read_text(encoding="utf-8"))
-            return found["traces"] if found["rules"] == self._rules else {}
+            return dict(found["traces"]) if found["rules"] == self._rules else {}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, TypeError) as error:

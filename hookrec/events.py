@@ -5,8 +5,9 @@ folders can be watched; so they only ever shorten the wait. Folders are watched 
 a store has thousands of folders, and each tensor that is written would be an event.
 """
 
+import contextlib
 import itertools
-import threading
+import queue
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -45,7 +46,8 @@ class Events:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._changed = threading.Event()
+        # A queue, and no `threading.Event`: a signal may come while this thread holds the lock of one.
+        self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._watches: dict[Path, ObservedWatch | None] = {}
         self._listener = _Listener(self._changed)
         self._observer = Observer()
@@ -75,13 +77,15 @@ class Events:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for an event, or until the time is up."""
-        if self._changed.wait(timeout_s):
+        with contextlib.suppress(queue.Empty):
+            self._changed.get(timeout=max(0.0, timeout_s))
             time.sleep(_TOGETHER_S)
-        self._changed.clear()
+            while True:
+                self._changed.get_nowait()
 
     def wake(self) -> None:
         """End the wait."""
-        self._changed.set()
+        self._changed.put(None)
 
     def close(self) -> None:
         """Let go of the folders."""
@@ -90,9 +94,9 @@ class Events:
 
 
 class _Listener(FileSystemEventHandler):
-    def __init__(self, changed: threading.Event) -> None:
+    def __init__(self, changed: "queue.SimpleQueue[None]") -> None:
         self._changed = changed
 
     def on_any_event(self, event: FileSystemEvent) -> None:
         """Say that something changed."""
-        self._changed.set()
+        self._changed.put(None)

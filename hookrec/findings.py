@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import pyarrow as pa
 
-from replay import Trace
+from replay import BadQuery, Trace
 from replay.alerts import Alert, alert_id
 from replay.filters import connect, rows_where
 from replay.format import RECORD_SCHEMA
@@ -91,17 +91,24 @@ class Conditions:
         self._conditions = tuple(dict.fromkeys(conditions))
         if self._conditions:
             self._connection = connect()
-            self.met(described(RECORD_SCHEMA.empty_table(), [], 0, np.zeros(0, bool)))
+            nothing = described(RECORD_SCHEMA.empty_table(), [], 0, np.zeros(0, bool))
+            for condition in self._conditions:
+                rows_where(nothing, condition, self._connection)
 
-    def met(self, records: pa.Table) -> list[Noticed]:
+    def met(self, records: pa.Table, trouble: Callable[[str], None]) -> list[Noticed]:
         """Return the first record of each layer and kind for which a condition holds.
 
         Args:
             records: as `Trace.records` returns them, of one rank.
+            trouble: is told of a condition that cannot be answered for these records, such as a number made of a name.
         """
         found = []
         for condition in self._conditions:
-            rows = rows_where(records, condition, self._connection)
+            try:
+                rows = rows_where(records, condition, self._connection)
+            except BadQuery as error:
+                trouble(str(error))
+                continue
             keys = np.stack([_numbers(rows[name]) for name in ("layer", "kind")])
             firsts = np.unique(keys, axis=1, return_index=True)[1] if len(rows) else np.zeros(0, np.int64)
             for row in rows.take(pa.array(np.sort(firsts))).to_pylist():

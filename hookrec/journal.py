@@ -52,7 +52,7 @@ class Journal:
         """Write what is wrong with a thing, unless that was the last that was said of it."""
         if self._complaints.get(str(about)) != words:
             self._complaints[str(about)] = words
-            self.say("problem", words, about=str(about))
+            self.say("problem", words, about=str(about[0] if isinstance(about, tuple) else about))
 
     def forget(self, about: object) -> None:
         """Let a complaint about a thing be heard again: it was well in between, or is gone."""

@@ -23,7 +23,7 @@ from hookrec.journal import Journal, timestamp
 from replay.alerts import Alert, AlertFile, read_alerts, read_sent
 from replay.documents import read_end, read_identity
 from replay.errors import ReplayError
-from replay.follow import Follower
+from replay.follow import Follower, Place
 from replay.format import ALERTS_FILE, END_FILE, LOCK_FILE, TRACE_FILE
 from replay.seal import is_locked, is_sealed, locked, seal
 
@@ -74,14 +74,14 @@ class Watched:
         memory: what an earlier daemon knew of it.
     """
 
-    def __init__(self, path: Path, duties: Duties, memory: dict[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, duties: Duties, memory: Any = None) -> None:
         self.path = path
         self.done = False
         self.urgent = False
         with contextlib.suppress(OSError):  # the first look says what is wrong
             self.urgent = any(not is_sealed(rank) for rank in path.glob("rank-[0-9]*"))
         self._duties = duties
-        self._memory = memory or {}
+        self._memory = memory
         self._stamp: list[int] = []
         self._rest_until = -np.inf
 
@@ -107,7 +107,7 @@ class Watched:
             return _TROUBLE_REST_S
 
     @property
-    def memory(self) -> dict[str, Any]:
+    def memory(self) -> Any:
         """What a later daemon has to know, as JSON: never more than was written to the file of alerts."""
         if self._stamp and not self._unwritten:
             unchecked = self._unchecked if self._running is None else self._running[1]
@@ -130,9 +130,11 @@ class Watched:
         # What is sealed now cannot be sealed after a last look that missed its last records.
         ranks = self._follower.directories.values()
         sealed = bool(ranks) and all(is_sealed(rank) for rank in ranks)
-        news, more = self._read()
         self._collect(now)
-        self._write_alerts()
+        try:
+            news, more = self._read()
+        finally:
+            self._write_alerts()  # also what was found in one rank, where another cannot be read
         self._start_check(now)
         patience = self._seal_dead(now, news=news)
         self.urgent = not sealed
@@ -149,14 +151,10 @@ class Watched:
         """Begin with a trace, or with another one at the same place."""
         identity = read_identity(self.path)
         self._stamp = []
-        known = self._memory if self._memory.get("stamp") == stamp else {}
-        self.done = bool(known.get("done"))
+        places, self._unchecked, self.done = _remembered(self._memory, stamp)
         self._trace_id = str(identity.get("id"))
         self._host = identity["provenance"].get("host")
-        self._follower = Follower(
-            self.path, {int(rank): (int(n), int(rows)) for rank, (n, rows) in known.get("places", {}).items()}
-        )
-        self._unchecked: int | None = known.get("unchecked")
+        self._follower = Follower(self.path, places)
         self._running: tuple[Future[tuple[list[Finding], float]], int, float] | None = None
         self._next_check = -np.inf
         self._sealing: Future[None] | None = None
@@ -176,9 +174,13 @@ class Watched:
         """Send on what an earlier daemon wrote and did not send."""
         if self._stale or not self._duties.outboxes or not (self.path / ALERTS_FILE).exists():
             return
-        sent = read_sent(self.path)
+        try:
+            alerts, sent = read_alerts(self.path), read_sent(self.path)
+        except ReplayError as error:
+            self._duties.journal.complain((self.path, "sent"), f"Old alerts are not sent: {error}")
+            return
         counts: dict[str, int] = {}
-        for alert in read_alerts(self.path):
+        for alert in alerts:
             counts[alert.rule] = counts.get(alert.rule, 0) + 1
             for outbox in self._duties.outboxes:
                 if (alert.id, outbox.name) not in sent:
@@ -192,12 +194,15 @@ class Watched:
             news = True
             first = int(np.min(records["step"].to_numpy()))
             self._unchecked = first if self._unchecked is None else min(self._unchecked, first)
-            self._found(self._duties.conditions.met(records))
+            self._found(self._duties.conditions.met(records, self._unanswered))
             if time.perf_counter() - began > _LOOK_S:
                 return True, True
         if self._duties.check is None:
             self._unchecked = None
         return news, False
+
+    def _unanswered(self, words: str) -> None:
+        self._duties.journal.complain((self.path, "conditions"), f"{self.path}: {words}")
 
     def _found(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
@@ -280,6 +285,18 @@ class Watched:
                 self._found([finding])
         self._write_alerts()
         self.done = not self._unwritten
+
+
+def _remembered(memory: Any, stamp: list[int]) -> tuple[dict[int, Place], int | None, bool]:
+    """Return places, the first step that was not judged, and whether all is done; nothing, if of another trace."""
+    try:
+        if memory["stamp"] == stamp:
+            places = {int(rank): (int(number), int(rows)) for rank, (number, rows) in memory["places"].items()}
+            unchecked = memory["unchecked"]
+            return places, None if unchecked is None else int(unchecked), bool(memory["done"])
+    except (KeyError, TypeError, ValueError, AttributeError):
+        pass  # somebody else's; all is read again
+    return {}, None, False
 
 
 def _judge(

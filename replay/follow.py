@@ -46,17 +46,23 @@ class Follower:
         """Yield new records, rank by rank, in the order of execution: the columns of `Trace.records`.
 
         Raises:
-            TraceDamaged: a file is not what the format says.
-            OSError: it cannot be read.
+            TraceDamaged: a file is not what the format says. The other ranks were read before this is raised.
+            OSError: it cannot be read; likewise.
         """
+        trouble: Exception | None = None
         for directory in sorted(self._path.glob("rank-[0-9]*")):
             number = directory.name.removeprefix("rank-")
             if number.isdigit() and int(number) not in self._ranks and directory.is_dir():
                 place = self._places.get(int(number), (0, 0))
                 self._ranks[int(number)] = _Rank(directory, int(number), place)
-        for rank in self._ranks.values():
-            while len(found := rank.read()):
-                yield found
+        for rank in list(self._ranks.values()):
+            try:
+                while len(found := rank.read()):
+                    yield found
+            except (TraceDamaged, OSError) as error:
+                trouble = trouble or error
+        if trouble is not None:
+            raise trouble
 
 
 class _Rank:

@@ -162,21 +162,37 @@ def test_a_restart_goes_on_where_the_log_was_left(tmp_path):
     read = []
     second = Bench(tmp_path, "n_nan > 0")
     met = second.daemon._duties.conditions.met
-    second.daemon._duties.conditions.met = lambda records: read.extend(records["step"].to_pylist()) or met(records)
+    second.daemon._duties.conditions.met = lambda records, trouble: (
+        read.extend(records["step"].to_pylist()) or met(records, trouble)
+    )
     second.look()
 
     assert set(read) == {1}
     assert layers(tmp_path / "a") == ["0"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"rules": 1, "traces": 3}', '{"rules": "x"}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{", '{"rules": "x"}'),
+        *(f'{{"rules": RULES, "traces": {traces}}}' for traces in ("3", "[]", '{"a": 3}', '{"a": null}', '{"a": {}}')),
+        *(
+            f'{{"rules": RULES, "traces": {{"a": {{"stamp": STAMP, {more}}}}}}}'
+            for more in ('"places": 3', '"places": {"0": [1]}', '"places": {}, "unchecked": "x"')
+        ),
+    ],
+)
 def test_whatever_an_earlier_daemon_left_is_no_trouble(tmp_path, content):
     trace = WrittenTrace(tmp_path / "a")
     trace.commit(0, n_nan={"0": 1})
-    (tmp_path / ".hookrec-daemon").mkdir()
+    stat = (tmp_path / "a/trace.json").stat()
+    rules = json.dumps(Bench(tmp_path, "n_nan > 0").daemon._rules)
+    content = content.replace("RULES", rules).replace("STAMP", json.dumps([stat.st_ino, stat.st_mtime_ns]))
     (tmp_path / ".hookrec-daemon/places.json").write_text(content)
 
-    Bench(tmp_path, "n_nan > 0").look()
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+    bench.daemon.save()
 
     assert layers(tmp_path / "a") == ["0"]
 
@@ -367,6 +383,41 @@ def test_traces_that_may_not_be_read_keep_neither_rules_nor_quota_from_the_other
     assert replay.open(tmp_path / "b").nbytes == 0
     assert bench.said.getvalue().count("a cannot be followed: ") == 1
     assert bench.said.getvalue().count("Tensors of") == 1
+
+
+def test_a_rank_that_cannot_be_read_hides_nothing_of_the_others(tmp_path):
+    ranks = [WrittenTrace(tmp_path / "a", rank=rank) for rank in range(3)]
+    for rank in ranks:
+        rank.commit(0, n_nan={"0": 1})
+    (ranks[1].rank / "streams.jsonl").write_text("")
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+    ranks[2].commit(1, n_nan={"1": 1})
+    bench.look(60)
+
+    assert [(alert.rank, alert.layer) for alert in read_alerts(tmp_path / "a")] == [(0, "0"), (2, "0"), (2, "1")]
+    assert bench.said.getvalue().count("cannot be followed") == 1
+
+
+def test_a_condition_that_fails_on_some_records_is_said_and_the_others_are_asked(tmp_path):
+    WrittenTrace(tmp_path / "a", ("x",)).commit(0, n_nan={"x": 1})
+    WrittenTrace(tmp_path / "b", ("7",)).commit(0)
+    bench = Bench(tmp_path, "cast(layer as int) > 3", "n_nan > 0")
+    for _ in range(3):
+        bench.look()
+
+    assert bench.post.got == [("a", "x"), ("b", "7")]
+    assert bench.said.getvalue().count("cannot be understood") == 1
+
+
+def test_a_file_of_alerts_that_is_damaged_keeps_no_new_ones_away(tmp_path):
+    WrittenTrace(tmp_path / "a").commit(0, n_nan={"0": 1})
+    (tmp_path / "a/alerts.jsonl").write_text("{}\n")
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+
+    assert bench.post.got == [("a", "0")]
+    assert "Old alerts are not sent: Line 1 of" in bench.said.getvalue()
 
 
 def test_a_trace_that_vanishes_or_is_replaced_is_no_trouble(tmp_path):
