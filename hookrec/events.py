@@ -7,6 +7,7 @@ a store has thousands of folders, and each tensor that is written would be an ev
 
 import contextlib
 import itertools
+import os
 import queue
 import time
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from watchdog.events import (
     DirCreatedEvent,
+    DirDeletedEvent,
     DirMovedEvent,
     FileCreatedEvent,
     FileModifiedEvent,
@@ -30,6 +32,7 @@ _MOST = 256  # each costs a thread of watchdog's
 _TOGETHER_S = 0.2  # events come in crowds
 _KINDS: list[type[FileSystemEvent]] = [
     DirCreatedEvent,
+    DirDeletedEvent,
     DirMovedEvent,
     FileCreatedEvent,
     FileModifiedEvent,
@@ -47,7 +50,8 @@ class Events:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         # A queue, and no `threading.Event`: a signal may come while this thread holds the lock of one.
-        self._changed: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._changed: queue.SimpleQueue[Path | None] = queue.SimpleQueue()
+        self._gone: set[Path] = set()  # folders that may be there again, and are then others
         self._watches: dict[Path, ObservedWatch | None] = {}
         self._listener = _Listener(self._changed)
         self._observer = Observer()
@@ -61,9 +65,10 @@ class Events:
         """
         wanted = set(itertools.islice(folders, _MOST))
         more = False
-        for folder in self._watches.keys() - wanted:
+        for folder in self._watches.keys() - (wanted - self._gone):
             if (watch := self._watches.pop(folder)) is not None:
                 self._observer.unschedule(watch)
+        self._gone.clear()
         for folder in wanted - self._watches.keys():
             try:
                 self._watches[folder] = self._observer.schedule(self._listener, str(folder), event_filter=_KINDS)
@@ -78,10 +83,14 @@ class Events:
     def wait(self, timeout_s: float) -> None:
         """Wait for an event, or until the time is up."""
         with contextlib.suppress(queue.Empty):
-            self._changed.get(timeout=max(0.0, timeout_s))
+            self._take(self._changed.get(timeout=max(0.0, timeout_s)))
             time.sleep(_TOGETHER_S)
             while True:
-                self._changed.get_nowait()
+                self._take(self._changed.get_nowait())
+
+    def _take(self, gone: Path | None) -> None:
+        if gone is not None:
+            self._gone.add(gone)
 
     def wake(self) -> None:
         """End the wait."""
@@ -94,9 +103,10 @@ class Events:
 
 
 class _Listener(FileSystemEventHandler):
-    def __init__(self, changed: "queue.SimpleQueue[None]") -> None:
+    def __init__(self, changed: "queue.SimpleQueue[Path | None]") -> None:
         self._changed = changed
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        """Say that something changed."""
-        self._changed.put(None)
+        """Say that something changed, and which folder is gone from its place."""
+        gone = isinstance(event, (DirDeletedEvent, DirMovedEvent))
+        self._changed.put(Path(os.fsdecode(event.src_path)) if gone else None)

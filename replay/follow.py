@@ -35,7 +35,7 @@ class Follower:
     @property
     def places(self) -> dict[int, Place]:
         """By rank, the place up to which everything was read."""
-        return self._places | {number: rank.log.place for number, rank in self._ranks.items()}
+        return self._places | {number: rank.place for number, rank in self._ranks.items()}
 
     @property
     def directories(self) -> dict[int, Path]:
@@ -69,20 +69,34 @@ class _Rank:
     def __init__(self, directory: Path, number: int, place: Place) -> None:
         self.directory = directory
         self.number = number
-        self.log = Following(directory, place)
+        self._log = Following(directory, place)
         self._streams: list[Stream] = []
         self._streams_end = 0
+        self._held: tuple[Place, pa.Table] | None = None
+
+    @property
+    def place(self) -> Place:
+        return self._log.place if self._held is None else self._held[0]
 
     def read(self) -> pa.Table:
-        table = self.log.read()
-        if not len(table):
-            return table
-        # Streams are written before the records that name them.
+        if self._held is None:
+            before = self._log.place
+            table = self._log.read()
+            if not len(table):
+                return table
+            self._held = before, table
+        # What cannot be described now is held until it can: over NFS, a stream may be seen after its records.
+        records = self._described(self._held[1])
+        self._held = None
+        return records
+
+    def _described(self, table: pa.Table) -> pa.Table:
         last = int(table["stream"].to_numpy().max())
         if last >= len(self._streams):
             path = self.directory / STREAMS_FILE
-            lines, self._streams_end = whole_lines(path, self._streams_end)
+            lines, end = whole_lines(path, self._streams_end)
             self._streams += [Stream.from_json(line, path) for line in lines]
+            self._streams_end = end
         if last >= len(self._streams):
             raise TraceDamaged(
                 f"{self.directory} has records of stream {last}, and {len(self._streams)} streams: lines of "

@@ -493,6 +493,28 @@ def test_the_quota_is_kept(tmp_path):
     assert "to keep the quota" in bench.said.getvalue()
 
 
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_folder_that_is_made_anew_is_watched_anew(tmp_path, how):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    events = Events(Journal(io.StringIO()))
+    events.watch([tmp_path, folder])
+
+    shutil.rmtree(folder) if how == "removed" else folder.rename(tmp_path / "b")
+    folder.mkdir()
+    time.sleep(0.2)
+    events.wait(5)
+    new = events.watch([tmp_path, folder])
+    (folder / "x").touch()
+    begin = time.monotonic()
+    events.wait(5)
+    seconds = time.monotonic() - begin
+    events.close()
+
+    assert new
+    assert seconds < 3
+
+
 def test_more_folders_than_can_be_watched_are_polled(tmp_path):
     for number in range(300):
         (tmp_path / str(number)).mkdir()

@@ -102,6 +102,28 @@ def test_a_layer_that_comes_later_has_its_name(tmp_path):
     assert [table["layer"].to_pylist() for table in follower.read()] == [["0", "late"]]
 
 
+def test_records_whose_streams_are_not_seen_yet_are_not_lost(tmp_path):
+    trace = WrittenTrace(tmp_path / "a", ("0",))
+    trace.commit(0)
+    follower = Follower(tmp_path / "a")
+    assert steps(follower) == [0]
+    before = (trace.rank / "streams.jsonl").read_text()
+    trace.add("late")
+    trace.commit(1)
+    after = (trace.rank / "streams.jsonl").read_text()
+    (trace.rank / "streams.jsonl").write_text(before)
+    for _ in range(2):
+        with pytest.raises(replay.TraceDamaged, match="records of stream 1, and 1 streams"):
+            steps(follower)
+    places = follower.places
+
+    (trace.rank / "streams.jsonl").write_text(after)
+
+    assert steps(Follower(tmp_path / "a", places)) == [1, 1]
+    assert steps(follower) == [1, 1]
+    assert steps(follower) == []
+
+
 def test_a_torn_batch_is_left_for_the_next_look(tmp_path):
     trace = WrittenTrace(tmp_path / "a", ("0",))
     trace.commit(0)
