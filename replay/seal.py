@@ -8,6 +8,7 @@ import datetime
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,7 +94,14 @@ def locked(rank_directory: Path) -> Iterator[None]:
     """
     fd = os.open(rank_directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for wait_s in (0.01, 0.05, None):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if wait_s is None:
+                    raise
+                time.sleep(wait_s)  # whoever asks `is_locked` holds it for a moment, and a daemon asks every second
         yield
     finally:
         os.close(fd)

@@ -1,11 +1,16 @@
 """A follower reads each record of a trace once: while it grows, is compacted, or is read on from a saved place."""
 
+import fcntl
+import os
+import threading
+
 import numpy as np
 import pytest
 
 import replay
 from replay.follow import Follower
 from replay.log import compact
+from replay.seal import is_locked, locked
 from tests.written import WrittenTrace
 
 
@@ -160,3 +165,19 @@ def test_a_segment_that_is_missing_is_named(tmp_path, monkeypatch):
 
     with pytest.raises(replay.TraceDamaged, match="lacks its segment 0"):
         steps(Follower(tmp_path / "a"))
+
+
+def test_whoever_looks_at_a_lock_keeps_no_writer_from_taking_it(tmp_path):
+    (tmp_path / "writer.lock").touch()
+    looking = os.open(tmp_path / "writer.lock", os.O_RDONLY)
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    timer = threading.Timer(0.02, os.close, (looking,))
+    timer.start()
+
+    with locked(tmp_path):
+        assert is_locked(tmp_path)
+        with pytest.raises(BlockingIOError), locked(tmp_path):
+            pass
+
+    timer.join()
+    assert not is_locked(tmp_path)
