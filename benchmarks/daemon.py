@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from threading import Thread
 
-from tests.written import WrittenTrace
+from tests.live_traces import WrittenTrace
 
 RECORDS = 10
 SETTLE_S = 3.0

@@ -19,7 +19,7 @@ from hookrec.errors import DaemonError
 from hookrec.journal import Journal
 from replay.alerts import Alert, AlertFile, alert_id, count_alerts, read_alerts, read_sent
 from replay.cli import main
-from tests.written import WrittenTrace
+from tests.live_traces import WrittenTrace
 
 SILENT = Journal(io.StringIO())
 

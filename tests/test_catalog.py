@@ -11,7 +11,7 @@ from torch import nn, ones
 import hookrec
 from replay.catalog import entry_of, find_traces, printable
 from replay.cli import main
-from tests.written import WrittenTrace
+from tests.live_traces import WrittenTrace
 
 
 def names(root) -> list[str]:

@@ -33,7 +33,7 @@ from hookrec.journal import Journal
 from hookrec.quota import Quota
 from hookrec.watched import Duties
 from replay.alerts import AlertFile, read_alerts
-from tests.written import WrittenTrace
+from tests.live_traces import WrittenTrace
 
 
 class Now(Executor):

@@ -11,7 +11,7 @@ import replay
 from replay.follow import Follower
 from replay.log import compact
 from replay.seal import is_locked, locked
-from tests.written import WrittenTrace
+from tests.live_traces import WrittenTrace
 
 
 def steps(follower: Follower) -> list[int]:

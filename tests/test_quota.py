@@ -22,7 +22,7 @@ from replay import dropping
 from replay.catalog import entry_of
 from replay.dropping import drop, finish_dropping, read_dropped, shards
 from replay.seal import locked
-from tests.written import WrittenTrace
+from tests.live_traces import WrittenTrace
 
 NOW = "2026-12-02T12:00:00.000+00:00"
 WIDTH = 1 << 16  # 256 KiB a tensor
