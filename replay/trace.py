@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Names, Steps, globs_of, matches, rows_where, steps_condition
-from replay.format import KEPT, MODES, STATISTICS, STORE_DIRECTORIES, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
+from replay.format import KEPT, MODES, STATISTICS, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
 from replay.seal import is_locked, is_sealed, read_streams
 from replay.selection import Selection
-from replay.zarr_store import ZarrReader
+from replay.stores import open_reader
 
 
 def open(path: str | Path) -> "Trace":
@@ -206,7 +206,7 @@ class Trace:
                 f"Step {step} of {self.path} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
                 f"{WHY_NOT_KEPT.get(kept, 'not kept')}. Use records() for the statistics."
             )
-        data = part.store.read(stream, places.row[at : at + 1], places.offset[at : at + 1])
+        data = part.store.read(stream, *(int(column[at]) for column in (places.row, places.offset, places.nbytes)))
         if len(data) and google_crc32c.value(bytes(data)) != places.crc32c[at]:
             raise TraceDamaged(
                 f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: "
@@ -279,6 +279,7 @@ class _Places:
     kept: NDArray[np.uint8]
     row: NDArray[np.int64]
     offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
     crc32c: NDArray[np.uint32]
 
 
@@ -288,7 +289,7 @@ class _Rank:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log = Log(directory)
-        self.store = ZarrReader(directory / STORE_DIRECTORIES["zarr"])
+        self.store = open_reader(directory)
         self.streams: list[Stream] = []
         self.by_key: dict[tuple[str, str, str], list[Stream]] = {}
         self._places: dict[int, _Places] = {}
