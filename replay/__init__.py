@@ -18,6 +18,7 @@ from replay.errors import TraceNotFound as TraceNotFound
 from replay.errors import TraceTooNew as TraceTooNew
 from replay.grid import NotApplicable as NotApplicable
 from replay.grid import Records as Records
+from replay.grid import Seen as Seen
 from replay.rulebook import Rule as Rule
 from replay.rulebook import rule as rule
 from replay.selection import Selection as Selection

@@ -15,7 +15,7 @@ import numpy as np
 
 from replay.errors import BadQuery, ReplayError
 from replay.grid import NotApplicable, Records, Seen
-from replay.rulebook import SEVERITIES, Rule, installed_rules, near, with_thresholds
+from replay.rulebook import SEVERITIES, Rule, by_name, installed_rules, near, with_thresholds
 from replay.rules import RULES
 from replay.trace import Trace
 
@@ -107,24 +107,34 @@ def examine(
     not_applicable: dict[str, str] = {}
     for rule, values in chosen:
         try:
-            with np.errstate(all="ignore"):  # NaN stands for what was not recorded
-                seen = list(rule.look(records, **values)) if len(records.table) else []
+            seen = _look(rule, records, values)
         except NotApplicable as reason:
             not_applicable[rule.name] = str(reason)
             continue
-        except ReplayError:
-            raise
-        except Exception as error:
-            # A rule that breaks must not hide what the others find, and must not pass for one that found nothing.
-            seen = [_broken(records, rule, error)]
-        if not len(records.table):
-            not_applicable[rule.name] = "no step is committed yet"
-            continue
-        late = [each for each in seen if since is None or each.last_step >= since]
-        findings += [_finding(rule, each) for each in late]
-        if not late:
+        found = [_finding(rule, each) for each in seen if since is None or each.last_step >= since]
+        findings += found
+        if not found:
             quiet.append(rule.name)
     return Report(sorted(findings, key=_order(records)), quiet, not_applicable)
+
+
+def _look(rule: Rule, records: Records, thresholds: Mapping[str, float]) -> list[Seen]:
+    if not len(records.table):
+        raise NotApplicable("no step is committed yet")
+    try:
+        with np.errstate(all="ignore"):  # NaN stands for what was not recorded
+            seen = list(rule.look(records, **thresholds))
+        for each in seen:
+            if not isinstance(each, Seen):
+                raise TypeError(f"it yields a {type(each).__name__}, where what grid.seen(…) returns belongs")
+    except (NotApplicable, ReplayError):
+        raise
+    except Exception as error:
+        # A rule that breaks must not hide what the others find, and must not pass for one that found nothing.
+        first, last = int(records.steps[0]), int(records.steps[-1])
+        message = f"The rule {rule.name} itself is broken: {type(error).__name__}: {error}"
+        return [Seen(records.trace.ranks[0], None, None, first, last, message)]
+    return seen
 
 
 def all_rules() -> list[Rule]:
@@ -136,9 +146,9 @@ def choose(rules: Iterable[Rule], only: Iterable[str] = (), skip: Iterable[str] 
     """Return some of the rules, by name.
 
     Raises:
-        BadQuery: there is no rule of that name.
+        BadQuery: there is no rule of that name, or there are two.
     """
-    known = {rule.name: rule for rule in rules}
+    known = by_name(rules)
     for name in (*only, *skip):
         if name not in known:
             raise BadQuery(f"There is no rule {name!r}. {near(name, known)}")
@@ -147,23 +157,8 @@ def choose(rules: Iterable[Rule], only: Iterable[str] = (), skip: Iterable[str] 
 
 
 def _finding(rule: Rule, seen: Seen) -> Finding:
-    return Finding(
-        rule.name,
-        rule.severity,
-        seen.rank,
-        seen.first_step,
-        seen.last_step,
-        seen.layer,
-        seen.kind,
-        seen.message,
-        rule.advice,
-    )
-
-
-def _broken(records: Records, rule: Rule, error: Exception) -> Seen:
-    first, last = int(records.steps[0]), int(records.steps[-1])
-    message = f"The rule {rule.name} itself is broken: {type(error).__name__}: {error}"
-    return Seen(records.trace.ranks[0], None, None, first, last, message)
+    when = seen.first_step, seen.last_step
+    return Finding(rule.name, rule.severity, seen.rank, *when, seen.layer, seen.kind, seen.message, rule.advice)
 
 
 def _order(records: Records) -> Any:

@@ -91,7 +91,7 @@ def rules_of_file(path: str | Path) -> list[Rule]:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         where = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise BadQuery(f"The file of rules {path} cannot be run: {type(error).__name__}: {error}{where}") from error
     return _rules_in(vars(module).values(), f"The file of rules {path}")
@@ -131,13 +131,9 @@ def with_thresholds(rules: Iterable[Rule], thresholds: Mapping[str, float]) -> I
         thresholds: by "rule", which means its first threshold, or "rule.threshold".
 
     Raises:
-        BadQuery: a name is no rule, or no threshold of its rule, or two rules have one name.
+        BadQuery: a name is no rule, or no threshold of its rule, or a value is no number.
     """
-    known = {}
-    for each in rules:
-        if each.name in known:
-            raise BadQuery(f"There are two rules named {each.name!r}. Give one another name: @replay.rule(name=…).")
-        known[each.name] = (each, dict(each.thresholds))
+    known = {name: (rule, dict(rule.thresholds)) for name, rule in by_name(rules).items()}
     for key, value in thresholds.items():
         name, _, threshold = key.partition(".")
         if name not in known:
@@ -149,6 +145,20 @@ def with_thresholds(rules: Iterable[Rule], thresholds: Mapping[str, float]) -> I
             raise BadQuery(f"There is no threshold {key!r}. Those of the rule are: {there}.")
         values[threshold] = _number(key, value)
     yield from known.values()
+
+
+def by_name(rules: Iterable[Rule]) -> dict[str, Rule]:
+    """Return rules by their names.
+
+    Raises:
+        BadQuery: two have the same.
+    """
+    known: dict[str, Rule] = {}
+    for each in rules:
+        if each.name in known:
+            raise BadQuery(f"There are two rules named {each.name!r}. Give one another name: @replay.rule(name=…).")
+        known[each.name] = each
+    return known
 
 
 def _number(key: str, value: object) -> float:

@@ -45,7 +45,7 @@ def saturated(records: Records, *, share: float = 0.75, steps: int = 10) -> Iter
     since what a model puts out may well be 0 and 1; so are sigmoids that are gates, whose product with something else
     goes on: a sigmoid counts where inputs were recorded and its output is the input of a layer.
 
-    Source: Glorot & Bengio 2010, section 3; the rules TanhSaturation and SigmoidSaturation of sagemaker-debugger
+    Source: Glorot & Bengio 2010, section 3; the rule SaturatedActivation of sagemaker-debugger
     """
     grid = _outputs_of(records, _TANHS + _SIGMOIDS)
     records.need_steps(steps)

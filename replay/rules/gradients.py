@@ -29,7 +29,7 @@ def vanishing_gradients(records: Records, *, ratio: float = 1e-4, steps: int = 5
         norm = np.where(grid["l2"] > 0, grid["l2"], np.nan)
         further = np.fmax.accumulate(norm[:, ::-1], axis=1)[:, ::-1]
         share = further / _largest_before(norm)
-        held = sustained(share < ratio, np.isfinite(share), steps)
+        held = sustained(share < ratio, np.isfinite(share) & np.isfinite(norm), steps)
         columns = np.flatnonzero(held.any(axis=0))
         if len(columns):
             own = norm / _largest_before(norm)
@@ -71,7 +71,7 @@ def gradient_spike(records: Records, *, jump: float = 100.0, warmup: int = 10) -
     """The gradient's norm over all layers is `jump` times what was usual in the 50 steps before, and above a tenth of
     that times what it was after the first `warmup` steps.
 
-    Source: Pascanu, Mikolov & Bengio 2013; loss spikes of large models, Chowdhery et al. 2022, PaLM, section 5.1
+    Source: Pascanu, Mikolov & Bengio 2013, On the difficulty of training recurrent neural networks
     """
     records.need_steps(warmup + 1)
     for grid in _backward(records):

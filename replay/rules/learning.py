@@ -16,7 +16,8 @@ def large_updates(
     """The update of a weight has more than `ratio` of the norm of the weight: in `steps` steps on end, or in one step
     in which it is also `jump` times what was usual. The first `warmup` steps do not count.
 
-    Source: Karpathy, a recipe of the lectures "makemore" and CS231n: updates of about 1e-3 of the weights
+    Source: Karpathy, notes of CS231n: updates of about 1e-3 of the weights; the rule WeightUpdateRatio of
+    sagemaker-debugger
     """
     records.need_steps(warmup + 1)
     for grid, relative in _relative_updates(records):
@@ -44,7 +45,7 @@ def small_updates(records: Records, *, ratio: float = 1e-6, steps: int = 20) -> 
 
     An update of zero is left to the rule `not-learning`.
 
-    Source: Karpathy, as of `large-updates`; below 1e-4 a weight learns slowly
+    Source: Karpathy, notes of CS231n; the rule WeightUpdateRatio of sagemaker-debugger
     """
     records.need_steps(steps)
     for grid, relative in _relative_updates(records):
@@ -61,7 +62,11 @@ def small_updates(records: Records, *, ratio: float = 1e-6, steps: int = 20) -> 
 
 
 def _relative_updates(records: Records) -> Iterator[tuple[Grid, Floats]]:
-    """Yield for each rank the updates of weights, and their norms relative to those of the weights."""
+    """Yield for each rank the updates of weights, and their norms relative to those of the weights.
+
+    Weights that began as zero have no norm to speak of until they have grown: NaN until they have a twentieth of the
+    usual scale, which is one over the square root of the inputs of a unit.
+    """
     if not records.has("update", "param"):
         raise NotApplicable("it needs records of the kinds update and param")
     params = records.grid("param")
@@ -72,9 +77,8 @@ def _relative_updates(records: Records) -> Iterator[tuple[Grid, Floats]]:
         raise NotApplicable("no update of a weight of two dimensions or more was recorded")
     for grid in weights.by_rank():
         norm = params["l2"][:, [n for place in grid.places if (n := params.column(place)) is not None]]
-        # Weights that begin as zero have no norm to speak of until they have grown.
-        settled = norm > 0.1 * median(norm)
-        yield grid, np.where(settled, grid["l2"] / norm, np.nan)
+        units = np.array([place.parameter["shape"][0] for place in grid.places], float)
+        yield grid, np.where(norm > 0.05 * np.sqrt(units), grid["l2"] / norm, np.nan)
 
 
 @rule(
@@ -134,11 +138,10 @@ def _are_a_pair(one: Place, other: Place) -> bool:
     "a training that goes on from a checkpoint may be at its end.",
 )
 def loss_not_falling(records: Records, *, fall: float = 0.01, steps: int = 200) -> Iterator[Seen]:
-    """The median of the last fifth of the losses is not lower than that of the first fifth by `fall` of it, nor by what
-    chance would make of it.
+    """The median of the last fifth of the losses is not lower than that of the first fifth by `fall` of it, after
+    `steps` steps.
 
-    A median of fewer than `steps` losses says nothing. Looks at whole traces only: a training may well have stopped
-    falling in its last steps.
+    Looks at whole traces only: a training may well have stopped falling in its last steps.
 
     Source: the rule LossNotDecreasing of sagemaker-debugger
     """
@@ -171,7 +174,7 @@ def loss_spike(records: Records, *, spreads: float = 10.0, steps: int = 2, least
     The last conditions leave hard batches alone, which a training that has nearly converged meets often. At least
     `least` losses must have come before.
 
-    Source: Chowdhery et al. 2022, PaLM, section 5.1; the rule LossNotDecreasing of sagemaker-debugger
+    Source: Chowdhery et al. 2022, PaLM, section 5.1
     """
     judged = False
     for rank, (name, at_steps, values) in records.scalar(*records.LOSSES).items():

@@ -1,5 +1,6 @@
 """Rules about numbers that a dtype cannot hold: NaN, infinity, overflow and underflow in half precision."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,8 +27,9 @@ _HALF = {"float16": (65504.0, 2.0**-24), "bfloat16": (3.3895e38, 2.0**-133)}
 def non_finite(records: Records, *, count: int = 1) -> Iterator[Seen]:
     """NaN or infinity, and where it began: the first record in the order of execution.
 
-    Left alone are gradients of steps that a GradScaler skipped, whose job that is, and -inf of a tensor that has it
-    from its first record on without NaN around it, which is an attention mask.
+    Left alone are gradients of steps that a GradScaler skipped, whose job that is, and -inf as in an attention mask: in
+    an input that has nothing else but zeros, or in each record of a place, in steps in which all else is finite and the
+    loss too.
 
     Source: practice; `torch.autograd.detect_anomaly`, the rule NaN/Inf of TensorBoard's Debugger V2
     """
@@ -46,27 +48,46 @@ def non_finite(records: Records, *, count: int = 1) -> Iterator[Seen]:
 
 def _regular(records: Records, rows: NDArray[np.int64]) -> Bools:
     """Return which of these rows are as they should be."""
-    place, step = records.place_of_row[rows], records.table["step"].to_numpy()[rows]
-    rank = records.table["rank"].to_numpy()[rows]
-    in_skipped = np.zeros(len(rows), bool)
-    for each, (steps, values) in _skipped(records).items():
-        in_skipped |= (rank == each) & np.isin(step, steps[values > 0])
-    by_scaler = in_skipped & np.array([each.kind in _BACKWARD for each in records.places])[place]
-    only_neginf = (records.table["n_nan"].to_numpy()[rows] == 0) & (records.table["n_posinf"].to_numpy()[rows] == 0)
-    in_company = np.zeros(len(rows), bool)
+    place = records.place_of_row[rows]
+    rank, step, numel, nan, posinf, neginf, zero = (
+        records.table[name].to_numpy()[rows]
+        for name in ("rank", "step", "numel", "n_nan", "n_posinf", "n_neginf", "n_zero")
+    )
+    kinds = np.array([each.kind for each in records.places])[place]
+    by_scaler = np.isin(kinds, _BACKWARD) & _at(_skipped(records), rank, step)
+    only_neginf = (nan == 0) & (posinf == 0)
+    in_mask = only_neginf & (kinds == "input") & (zero + neginf == numel)
+    in_company = _at({n: _bad_losses(records, n) for n in records.trace.ranks}, rank, step)
     for each in np.unique(rank):
-        others = step[(rank == each) & ~only_neginf & ~by_scaler]
-        in_company |= (rank == each) & np.isin(step, others)
-    masks = place[only_neginf & ~in_company & (records.first_row[place] == rows)]
-    regular: Bools = by_scaler | (only_neginf & np.isin(place, masks))
+        in_company |= (rank == each) & np.isin(step, step[(rank == each) & ~only_neginf & ~by_scaler])
+    alone = only_neginf & ~in_company
+    always = np.bincount(place[alone], minlength=len(records.places)) == np.bincount(records.place_of_row)
+    regular: Bools = by_scaler | in_mask | (alone & always[place])
     return regular
 
 
-def _skipped(records: Records) -> dict[int, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+def _at(steps: dict[int, NDArray[np.int64]], rank: NDArray[np.int32], step: NDArray[np.int64]) -> Bools:
+    """Return which rows are of these steps, given by rank."""
+    found = np.zeros(len(rank), bool)
+    for each, those in steps.items():
+        found |= (rank == each) & np.isin(step, those)
+    return found
+
+
+def _bad_losses(records: Records, rank: int) -> NDArray[np.int64]:
+    with contextlib.suppress(NotApplicable):
+        _, steps, values = records.scalar(*records.LOSSES).get(rank, ("", np.empty(0, np.int64), np.empty(0)))
+        return steps[~np.isfinite(values)]
+    return np.empty(0, np.int64)
+
+
+def _skipped(records: Records) -> dict[int, NDArray[np.int64]]:
+    """Return by rank the steps that a gradient scaler skipped."""
     try:
-        return {rank: found[1:] for rank, found in records.scalar("hookrec/skipped").items()}
+        found = records.scalar("hookrec/skipped")
     except NotApplicable:
         return {}
+    return {rank: steps[values > 0] for rank, (_, steps, values) in found.items()}
 
 
 def _where_it_began(records: Records, rows: NDArray[np.int64]) -> Seen:
@@ -195,8 +216,7 @@ def skipped_steps(records: Records, *, share: float = 0.1, window: int = 50, war
         if len(steps) < window:
             continue
         judged = True
-        bad, values = skipped.get(rank, (steps[:0], np.empty(0)))
-        so = np.isin(steps, bad[values > 0])
+        so = np.isin(steps, skipped.get(rank, ()))
         part = np.convolve(so, np.ones(window) / window, "valid")
         over = np.flatnonzero(part > share)
         if len(over):

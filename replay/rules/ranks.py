@@ -68,7 +68,7 @@ def rank_outlier(records: Records, *, factor: float = 10.0, steps: int = 5) -> I
     """The scale of a layer's outputs or gradients on one rank is `factor` times that of the others' median, or as much
     less, in `steps` steps on end. It takes three ranks to tell which.
 
-    Source: practice of large runs; MegaScale, Jiang et al. 2024, section 5
+    Source: practice of large runs; Jiang et al. 2024, MegaScale
     """
     kinds = [kind for kind in ("output", "grad_output") if records.has(kind)]
     if not kinds:
