@@ -111,6 +111,12 @@ def examine(
         except NotApplicable as reason:
             not_applicable[rule.name] = str(reason)
             continue
+        except ReplayError:
+            raise
+        except Exception as error:
+            # A rule that breaks must not hide what the others find, and must not pass for one that found nothing.
+            findings.append(_broken(rule, records, error))
+            continue
         found = [_finding(rule, each) for each in seen if since is None or each.last_step >= since]
         findings += found
         if not found:
@@ -121,19 +127,11 @@ def examine(
 def _look(rule: Rule, records: Records, thresholds: Mapping[str, float]) -> list[Seen]:
     if not len(records.table):
         raise NotApplicable("no step is committed yet")
-    try:
-        with np.errstate(all="ignore"):  # NaN stands for what was not recorded
-            seen = list(rule.look(records, **thresholds))
-        for each in seen:
-            if not isinstance(each, Seen):
-                raise TypeError(f"it yields a {type(each).__name__}, where what grid.seen(…) returns belongs")
-    except (NotApplicable, ReplayError):
-        raise
-    except Exception as error:
-        # A rule that breaks must not hide what the others find, and must not pass for one that found nothing.
-        first, last = int(records.steps[0]), int(records.steps[-1])
-        message = f"The rule {rule.name} itself is broken: {type(error).__name__}: {error}"
-        return [Seen(records.trace.ranks[0], None, None, first, last, message)]
+    with np.errstate(all="ignore"):  # NaN stands for what was not recorded
+        seen = list(rule.look(records, **thresholds))
+    for each in seen:
+        if not isinstance(each, Seen):
+            raise TypeError(f"it yields a {type(each).__name__}, where what grid.seen(…) returns belongs")
     return seen
 
 
@@ -159,6 +157,13 @@ def choose(rules: Iterable[Rule], only: Iterable[str] = (), skip: Iterable[str] 
 def _finding(rule: Rule, seen: Seen) -> Finding:
     when = seen.first_step, seen.last_step
     return Finding(rule.name, rule.severity, seen.rank, *when, seen.layer, seen.kind, seen.message, rule.advice)
+
+
+def _broken(rule: Rule, records: Records, error: Exception) -> Finding:
+    when = int(records.steps[0]), int(records.steps[-1])
+    message = f"The rule {rule.name} itself is broken: {type(error).__name__}: {error}"
+    advice = "Mend the rule, or leave it out."
+    return Finding(rule.name, rule.severity, records.trace.ranks[0], *when, None, None, message, advice)
 
 
 def _order(records: Records) -> Any:

@@ -63,7 +63,7 @@ class Place:
     @property
     def parameter(self) -> dict[str, Any]:
         """What `model.json` says of the parameter that the path names; empty if it is none."""
-        return next((p for p in self.module.get("parameters", ()) if p["name"] == self.path), {})
+        return next((p for p in self.module.get("parameters", ()) if p.get("name") == self.path), {})
 
     def __str__(self) -> str:
         name = f"layer {self.layer!r}" if self.layer else "the root"

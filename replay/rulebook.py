@@ -143,7 +143,7 @@ def with_thresholds(rules: Iterable[Rule], thresholds: Mapping[str, float]) -> I
         if threshold not in values:
             there = ", ".join(f"{name}.{each}" for each in values) or "none"
             raise BadQuery(f"There is no threshold {key!r}. Those of the rule are: {there}.")
-        values[threshold] = _number(key, value)
+        values[threshold] = _number(key, value, values[threshold])
     yield from known.values()
 
 
@@ -161,10 +161,15 @@ def by_name(rules: Iterable[Rule]) -> dict[str, Rule]:
     return known
 
 
-def _number(key: str, value: object) -> float:
+def _number(key: str, value: object, default: float) -> float:
+    """Return the value of a threshold; a whole number where its default is one, as numbers of steps are."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise BadQuery(f"The threshold {key!r} is {value!r}; it takes a number.")
-    return value
+    if isinstance(default, float):
+        return float(value)
+    if not 0 <= value < 2**31 or value != int(value):
+        raise BadQuery(f"The threshold {key!r} is {value!r}; it takes a whole number from 0 on.")
+    return int(value)
 
 
 def near(name: str, known: Iterable[str]) -> str:

@@ -124,6 +124,22 @@ class TestFindings:
         assert (report.findings, report.quiet) == ([], [])
         assert set(report.not_applicable.values()) == {"no step is committed yet"}
 
+    def test_no_value_of_a_threshold_breaks_a_rule(self, tmp_path):
+        records = {"layer": "a"}, {"layer": "a", "kind": "grad_output"}
+        scalars = [(s, name, 1.0) for s in range(30) for name in ("loss", "hookrec/grad_scale")]
+        trace = replay.open(write_trace(tmp_path / "t", steps(30, *records), [module("a", "ReLU")], scalars))
+
+        for value in (0, 1, 1e9):
+            thresholds = {f"{rule.name}.{name}": value for rule in RULES for name in rule.thresholds}
+            assert not any("broken" in f.message for f in replay.check(trace, thresholds=thresholds))
+
+    def test_a_model_that_is_described_badly_is_passed_over(self, tmp_path):
+        odd = {"name": "a", "recorded": True, "parameters": [{}, {"name": "weight", "shape": None}], "aliases": []}
+        records = [{"layer": "a", "kind": k, "path": "weight"} for k in ("output", "param", "update", "grad_output")]
+        path = write_trace(tmp_path / "t", steps(60, *records), [odd])
+
+        assert not any("broken" in f.message for f in replay.check(replay.open(path)))
+
     def test_odd_names_and_odd_tensors_are_taken(self, tmp_path):
         odd = {"numel": 0, "min": np.nan, "max": np.nan, "absmax": np.nan, "mean": np.nan, "std": np.nan, "l2": 0.0}
         records = [
@@ -228,6 +244,7 @@ class TestUsersRules:
         messages = {f.rule: f.message for f in findings}
         assert "itself is broken: ZeroDivisionError: by me" in messages["broken"]
         assert "itself is broken: TypeError: it yields a str" in messages["strange"]
+        assert {f.advice for f in findings if f.rule in ("broken", "strange")} == {"Mend the rule, or leave it out."}
         assert findings[0].rule == "non-finite"
 
     @pytest.mark.parametrize(
@@ -275,6 +292,9 @@ class TestCommand:
             (["--threshold", "dead-relu"], "is not like dead-relu=0.95"),
             (["--threshold", "dead-relu=much"], "is not like dead-relu=0.95"),
             (["--threshold", "dead-relu=nan"], "takes a number"),
+            (["--threshold", "dead-relu.steps=2.5"], "takes a whole number"),
+            (["--threshold", "dead-relu.steps=-1"], "takes a whole number"),
+            (["--threshold", "dead-relu.steps=inf"], "takes a whole number"),
             (["--threshold", "dead-rulu=1"], "There are dead-relu"),
             (["--threshold", "dead-relu.shore=1"], "Those of the rule are: dead-relu.share, dead-relu.steps"),
             (["--only", "dead"], "There is no rule 'dead'"),

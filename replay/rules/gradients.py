@@ -200,7 +200,7 @@ def _absent(records: Records, grid: Grid, alive: Bools, steps: int) -> Iterator[
 
 
 def _is_absent(records: Records, grid: Grid, ran: Place) -> bool:
-    learnable = [p for p in ran.module.get("parameters", ()) if p["requires_grad"]]
+    learnable = [p for p in ran.module.get("parameters", ()) if p.get("requires_grad")]
     if not learnable or any(place.layer == ran.layer for place in grid.places):
         return False
     if grid.kind == "grad_output":
@@ -209,5 +209,5 @@ def _is_absent(records: Records, grid: Grid, ran: Place) -> bool:
     # parameters were recorded, or none could be its twin.
     if records.has("param"):
         return any(place.layer == ran.layer and place.kind == "param" for place in records.places)
-    shapes = [p["shape"] for module in records.modules(ran.rank).values() for p in module["parameters"]]
-    return all(shapes.count(p["shape"]) == 1 for p in learnable)
+    shapes = [p.get("shape") for module in records.modules(ran.rank).values() for p in module["parameters"]]
+    return all(shapes.count(p.get("shape")) == 1 for p in learnable)

@@ -210,7 +210,7 @@ def skipped_steps(records: Records, *, share: float = 0.1, window: int = 50, war
 
     Source: practice; with its default settings a scaler skips about one step in 2,000
     """
-    judged, skipped = False, _skipped(records)
+    judged, skipped, window = False, _skipped(records), max(1, window)
     for rank, (_, steps, _) in records.scalar("hookrec/grad_scale").items():
         steps = steps[max(0, warmup - records.earlier) :]
         if len(steps) < window:
