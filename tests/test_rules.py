@@ -104,6 +104,11 @@ class TestGradients:
 
         assert look(path, "vanishing-gradients") == []
 
+    def test_what_is_left_of_a_gradient_with_nan_says_nothing(self, tmp_path):
+        records = {"layer": "1", "kind": "grad_output"}, {"layer": "0", "kind": "grad_output", "l2": 1e-9, "n_nan": 90}
+
+        assert look(write_trace(tmp_path / "t", steps(12, *records)), "vanishing-gradients") == []
+
     def test_gradients_that_grow_backwards_do_not_vanish_at_the_end(self, tmp_path):
         path = write_trace(tmp_path / "t", self.chain(1e9, 1e6, 1e3, 1.0))
 
@@ -151,7 +156,9 @@ class TestNotLearning:
 
     def test_a_layer_that_is_meant_to_be_frozen_is_left_alone(self, tmp_path):
         frozen = module("a", "Linear", LINEAR, requires_grad=False)
-        records = {"layer": "a"}, {"layer": "b"}, {"layer": "b", "kind": "grad_output"}
+        values = {"kind": "param", "path": "weight"}
+        records = [{"layer": "a"}, {"layer": "b"}, {"layer": "b", "kind": "grad_output"}]
+        records += [{"layer": "a", **values}, {"layer": "b", **values, "mean": lambda s: s}]
         path = write_trace(tmp_path / "t", steps(30, *records), [frozen, self.MODULES[1]])
 
         assert look(path, "not-learning") == []
@@ -263,7 +270,8 @@ class TestActivations:
 
     def test_evaluation_between_steps_is_not_looked_at(self, tmp_path):
         records = list(steps(40, {"layer": "a"}, {"layer": "a", "l2": 1e4, "std": 1e3, "call": 1, "mode": "eval"}))
-        path = write_trace(tmp_path / "t", [r for r in records if r.get("mode") != "eval" or r["step"] == 30])
+        records = [record for record in records if record.get("mode") != "eval" or record["step"] == 30]
+        path = write_trace(tmp_path / "t", records, [module("a", "Linear", LINEAR)])
 
         assert examine(replay.open(path)).findings == []
 
@@ -347,9 +355,16 @@ class TestLearning:
         def decayed(step):
             return 1e-3 * (1 - step / 60) ** 4
 
-        records = steps(60, *self.parameters(decayed, decayed))
+        path = write_trace(tmp_path / "t", steps(60, *self.parameters(decayed, decayed)), self.MODULES)
+        assert look(path, "small-updates") == []
 
-        assert look(write_trace(tmp_path / "t", records, self.MODULES), "small-updates") == []
+    def test_small_updates_of_all_at_the_end_of_a_long_training_are_regular(self, tmp_path):
+        def ended(step):
+            return 1e-3 if step < 50 else 1e-9
+
+        path = write_trace(tmp_path / "t", steps(400, *self.parameters(ended, ended)), self.MODULES)
+
+        assert replay.check(replay.open(path), since=399) == []
 
     @pytest.mark.parametrize("parted", [True, False])
     def test_an_embedding_and_a_head_are_compared(self, tmp_path, parted):
@@ -376,7 +391,7 @@ class TestLearning:
         assert look(self.loss(tmp_path / "u", *(2 + noise)), "loss-not-falling") == [(None, "loss", 240, 299)]
 
     def test_a_spike_lasts_and_is_higher_than_the_beginning(self, tmp_path):
-        falling = 2 * 0.97 ** np.arange(100)
+        falling = 0.05 + 2 * 0.7 ** np.arange(100)
         once, twice, hard = falling.copy(), falling.copy(), falling.copy()
         once[60], twice[60:62], hard[60:62] = 9.0, 9.0, 1.0
 
@@ -409,6 +424,13 @@ class TestRanks:
             write_trace(tmp_path / "t", steps(20, *records), rank=rank)
 
         assert "shards" in reason(tmp_path / "t", "ranks-disagree")
+
+    def test_a_shard_among_copies_is_not_compared(self, tmp_path):
+        for rank in range(2):
+            records = [{"layer": n, "kind": "param", "path": "weight", "l2": 5.0 + rank * (n == "a")} for n in "abc"]
+            write_trace(tmp_path / "t", steps(20, *records), rank=rank)
+
+        assert look(tmp_path / "t", "ranks-disagree") == []
 
     def test_the_rank_whose_activations_are_of_another_scale(self, tmp_path):
         path = self.ranks(tmp_path / "t", 5.0, lambda s: 5.0 if s < 8 else 500.0, 5.5, kind="output")

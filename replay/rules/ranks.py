@@ -19,7 +19,7 @@ def ranks_disagree(records: Records, *, difference: float = 1e-3) -> Iterator[Se
     """Parameters, or gradients as the optimizer meets them, are the same on all ranks in the first step, and later
     differ by more than `difference` of their norm.
 
-    Where half of them differ in the first step already, they are shards, and there is nothing to compare.
+    What differs in the first step already is a shard, and is not compared.
 
     Source: practice of data-parallel training; Li et al. 2020, PyTorch Distributed
     """
@@ -31,12 +31,13 @@ def ranks_disagree(records: Records, *, difference: float = 1e-3) -> Iterator[Se
         grid, columns = _side_by_side(records, kind)
         apart = _apart(grid, columns)
         off = apart > difference
-        common = np.isfinite(apart).any(axis=(0, 2))
-        first = int(np.argmax(common))
-        if common.any() and np.mean(off[:, first].any(axis=0)) < 0.5:
-            judged = True
-            if off.any():
-                found.append(_first_apart(grid, columns, off, apart))
+        known = np.isfinite(apart).any(axis=0)
+        first = np.argmax(known, axis=0)
+        same = ~off[:, first, np.arange(len(first))].any(axis=0) & known.any(axis=0)
+        off &= same
+        judged = judged or bool(same.any())
+        if off.any():
+            found.append(_first_apart(grid, columns, off, apart))
     if not judged:
         raise NotApplicable("the ranks hold different values from the first step on: shards, or other trainings")
     # Gradients differ because parameters do, or the other way round: it is the same trouble.
