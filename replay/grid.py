@@ -122,13 +122,18 @@ class Grid:
 
     def select(self, wanted: Callable[[Place], bool]) -> "Grid":
         """Return the places for which a condition holds."""
-        columns = [n for n, place in enumerate(self.places) if wanted(place)]
-        return Grid(self.kind, self.steps, [self.places[n] for n in columns], lambda name: self[name][:, columns])
+        return self._part([n for n, place in enumerate(self.places) if wanted(place)])
 
     def by_rank(self) -> "Iterator[Grid]":
         """Yield a grid for each rank."""
-        for rank in sorted({place.rank for place in self.places}):
-            yield self.select(lambda place, rank=rank: place.rank == rank)  # type: ignore[misc]
+        columns: dict[int, list[int]] = {}
+        for n, place in enumerate(self.places):
+            columns.setdefault(place.rank, []).append(n)
+        for _, part in sorted(columns.items()):
+            yield self._part(part)
+
+    def _part(self, columns: list[int]) -> "Grid":
+        return Grid(self.kind, self.steps, [self.places[n] for n in columns], lambda name: self[name][:, columns])
 
     def column(self, like: Place) -> int | None:
         """Return the column of the same rank, layer and path; None if there is none."""
@@ -137,6 +142,11 @@ class Grid:
     @cached_property
     def _columns(self) -> dict[tuple[int, str, str], int]:
         return {(place.rank, place.layer, place.path): n for n, place in enumerate(self.places)}
+
+    def when(self, steps: Bools | np.bool_) -> str:
+        """Return in words at which of the steps it was so."""
+        when = self.steps[np.asarray(steps)]
+        return f"at step {when[0]}" if when[0] == when[-1] else f"from step {when[0]} to {when[-1]}"
 
     def seen(self, column: int | np.integer[Any], steps: Bools | np.bool_, message: str) -> Seen:
         """Return what was seen at a place.

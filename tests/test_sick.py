@@ -1,6 +1,7 @@
 """`replay.check` names the trouble of each sick training of `examples/sick`, and says nothing of its healthy twin."""
 
 import math
+import re
 
 import pytest
 
@@ -43,6 +44,7 @@ def assert_found_first(name, path, seed):
         step = next(number for number, loss in enumerate(losses) if not math.isfinite(loss))
     elif name == "random_labels":
         step = 240 - 240 // 5  # where the last fifth begins
+    assert all(re.search(r"steps? \d", finding.message) for finding in findings)
     found = [(finding.rule, finding.layer, finding.first_step) for finding in findings]
     assert found[0] == (ailment.rule, ailment.layer, step), found
 

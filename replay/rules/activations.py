@@ -29,7 +29,10 @@ def dead_relu(records: Records, *, share: float = 0.99, steps: int = 5) -> Itera
     held = sustained((zeros > share) & np.isfinite(grid["l2"]), np.isfinite(zeros), steps)
     for n in np.flatnonzero(held.any(axis=0)):
         part = np.median(zeros[held[:, n], n])
-        message = f"{part:.1%} of the outputs of {grid.places[n]} ({grid.places[n].class_name}) are zero."
+        message = (
+            f"{part:.1%} of the outputs of {grid.places[n]} ({grid.places[n].class_name}) are zero, "
+            f"{grid.when(held[:, n])}."
+        )
         yield grid.seen(n, held[:, n], message)
 
 
@@ -60,7 +63,8 @@ def saturated(records: Records, *, share: float = 0.75, steps: int = 10) -> Iter
     for n in np.flatnonzero(held.any(axis=0)):
         least = np.median(part[held[:, n], n])
         message = (
-            f"At least {least:.0%} of the outputs of {grid.places[n]} ({grid.places[n].class_name}) are saturated."
+            f"At least {least:.0%} of the outputs of {grid.places[n]} ({grid.places[n].class_name}) are saturated, "
+            f"{grid.when(held[:, n])}."
         )
         yield grid.seen(n, held[:, n], message)
 
@@ -103,7 +107,10 @@ def constant_output(records: Records, *, spread: float = 1e-7, steps: int = 10) 
     held = sustained(constant, np.isfinite(grid["std"]), steps)
     for n in np.flatnonzero(held.any(axis=0)):
         value = grid["mean"][np.argmax(held[:, n]), n]
-        message = f"All elements of the output of {grid.places[n]} ({grid.places[n].class_name}) are {value:.4g}."
+        message = (
+            f"All elements of the output of {grid.places[n]} ({grid.places[n].class_name}) are {value:.4g}, "
+            f"{grid.when(held[:, n])}."
+        )
         yield grid.seen(n, held[:, n], message)
 
 
@@ -145,8 +152,9 @@ def activation_drift(
             if moved[-1, n] > shift
             else f"the spread is {spread[-1, n] / base[n]:.3g} times what it was"
         )
-        step = int(grid.steps[begin])
-        yield grid.seen(n, when, f"The outputs of {grid.places[n]} have drifted since step {step}: {what}.")
+        when[since:] |= not when.any()
+        message = f"The outputs of {grid.places[n]} have drifted since step {grid.steps[begin]}: {what}, "
+        yield grid.seen(n, when, f"{message}{grid.when(when)}.")
 
 
 def _medians_of_ten(values: Floats, blocks: int) -> Floats:
@@ -164,7 +172,10 @@ def input_outlier(records: Records, *, spreads: float = 15.0, least: int = 10) -
     Source: practice; median and MAD as in Leys et al. 2013, Detecting outliers
     """
     records.need_steps(least + 1)
-    for grid in _entrance(records):
+    entrances = list(_entrance(records))
+    if not entrances:
+        raise NotApplicable("nothing in floating point was recorded of the first layer")
+    for grid in entrances:
         for n in range(len(grid.places)):
             off = _far_off(grid, n, spreads, least)
             if grid.kind == "output":
@@ -176,8 +187,8 @@ def input_outlier(records: Records, *, spreads: float = 15.0, least: int = 10) -
                 rms, mean = (grid[name][:, n] for name in ("l2", "mean"))
                 rms = rms / np.sqrt(grid["numel"][:, n])
                 message = (
-                    f"The {grid.kind} of {grid.places[n]} is unlike that of other steps: root mean square "
-                    f"{rms[at]:.3g} (usually {median(rms):.3g}), mean {mean[at]:.3g} "
+                    f"The {grid.kind} of {grid.places[n]} at step {grid.steps[at]} is unlike that before: root mean "
+                    f"square {rms[at]:.3g} (usually {median(rms):.3g}), mean {mean[at]:.3g} "
                     f"(usually {median(mean):.3g})."
                 )
                 yield grid.seen(n, off, message)

@@ -37,7 +37,7 @@ def vanishing_gradients(records: Records, *, ratio: float = 1e-4, steps: int = 5
             least = columns[int(np.nanargmin(middle))]
             message = (
                 f"The norm of the {grid.kind} of {grid.places[least]} is {np.nanmin(middle):.1g} of what it is nearer "
-                f"to the loss.{others(len(columns) - 1, 'layer')}"
+                f"to the loss, {grid.when(held[:, least])}.{others(len(columns) - 1, 'layer')}"
             )
             yield grid.seen(least, held[:, least], message)
 
@@ -61,7 +61,7 @@ def exploding_gradients(records: Records, *, growth: float = 1e3, steps: int = 3
             most = columns[int(np.argmax(largest))]
             message = (
                 f"The norm of the {grid.kind} grows by {max(largest):.3g} on its way from the loss back to "
-                f"{grid.places[most]}.{others(len(columns) - 1, 'layer')}"
+                f"{grid.places[most]}, {grid.when(held[:, most])}.{others(len(columns) - 1, 'layer')}"
             )
             yield grid.seen(most, held[:, most], message)
 
@@ -99,6 +99,8 @@ def _backward(records: Records) -> Iterator[Grid]:
         grid = records.grid("grad_output")
         several = np.nanmax(grid["numel"], axis=0, initial=0) > 1
         chosen = {place for place, many in zip(grid.places, several, strict=True) if many}
+        if not chosen:
+            raise NotApplicable("no grad_output of more than one number was recorded")
         yield from grid.select(lambda place: place in chosen).by_rank()
         return
     for kind in ("param_grad", "param_grad_acc"):
@@ -177,7 +179,7 @@ def _stopped(grid: Grid, change: Floats, alive: Bools, steps: int) -> Iterator[S
                 "update": ("The optimizer changes no parameter", ""),
                 "param": ("No parameter", " changes"),
             }.get(grid.kind, (f"The {grid.kind}", " is all zero"))
-            message = f"{subject} of layer {layer!r}{what} in {held.sum()} steps, though it requires gradients."
+            message = f"{subject} of layer {layer!r}{what}, {grid.when(held)}, though it requires gradients."
             yield grid.seen(several[0], held, message)
 
 
@@ -186,28 +188,35 @@ def _absent(records: Records, grid: Grid, alive: Bools, steps: int) -> Iterator[
     if grid.kind == "param" or not records.has("output"):
         return
     rank = grid.places[0].rank
-    noted = {note["layer"] for note in records.trace.notes}
+    passed = {note["layer"] for note in records.trace.notes} | {place.layer for place in grid.places}
+    owners = {place.layer for place in records.places if place.rank == rank and place.kind == "param"}
     outputs = records.grid("output").select(lambda place: place.rank == rank and place.trained)
     ran = np.isfinite(outputs["numel"]) & alive
     for n, place in enumerate(outputs.places):
-        if ran[:, n].sum() >= steps and place.layer not in noted and _is_absent(records, grid, place):
+        if ran[:, n].sum() >= steps and place.layer not in passed and _is_absent(records, grid.kind, place, owners):
             message = (
-                f"No {grid.kind} arrives at layer {place.layer!r} in {ran[:, n].sum()} steps in which it ran, though "
-                "it requires gradients."
+                f"No {grid.kind} arrives at layer {place.layer!r} in the {ran[:, n].sum()} steps in which it ran, "
+                f"{grid.when(ran[:, n])}, though it requires gradients."
             )
             when = grid.steps[ran[:, n]]
             yield Seen(rank, place.layer, grid.kind, int(when[0]), int(when[-1]), message)
 
 
-def _is_absent(records: Records, grid: Grid, ran: Place) -> bool:
+def _is_absent(records: Records, kind: str, ran: Place, owners: set[str]) -> bool:
+    """Return whether a layer without a record of the kind should have one.
+
+    Args:
+        records: all of them.
+        kind: of a gradient or an update.
+        ran: an output of the layer.
+        owners: the layers whose parameters were recorded.
+    """
     learnable = [p for p in ran.module.get("parameters", ()) if p.get("requires_grad")]
-    if not learnable or any(place.layer == ran.layer for place in grid.places):
-        return False
-    if grid.kind == "grad_output":
-        return True
+    if not learnable or kind == "grad_output":
+        return bool(learnable)
     # A tied parameter is recorded under its first name only, and is no different from one that gets no gradient, unless
     # parameters were recorded, or none could be its twin.
     if records.has("param"):
-        return any(place.layer == ran.layer and place.kind == "param" for place in records.places)
+        return ran.layer in owners
     shapes = [p.get("shape") for module in records.modules(ran.rank).values() for p in module["parameters"]]
     return all(shapes.count(p.get("shape")) == 1 for p in learnable)

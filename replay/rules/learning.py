@@ -23,7 +23,9 @@ def large_updates(
     for grid, relative in _relative_updates(records):
         late = records.warm(warmup)[:, None]
         large = (relative > ratio) & late
-        middle = np.column_stack([usual(relative[:, n])[0] for n in range(relative.shape[1])])
+        middle = np.full(relative.shape, np.nan)
+        for n in np.flatnonzero(large.any(axis=0)):
+            middle[:, n] = usual(relative[:, n])[0]
         held = sustained(large, np.isfinite(relative), steps) | (large & (relative > jump * middle))
         columns = np.flatnonzero(held.any(axis=0))
         if len(columns):
@@ -57,8 +59,12 @@ def small_updates(records: Records, *, ratio: float = 1e-6, steps: int = 20) -> 
         small = (high < ratio) & (count >= steps) & (everywhere | (100 * high < typical))
         for n in np.flatnonzero(small)[: 1 if everywhere else None]:
             rest = f" So are those of all weights, {typical:.1g}." if everywhere else f" Others have {typical:.1g}."
-            message = f"The updates of {grid.places[n]} have {high[n]:.1g} of the norm of the weight at most.{rest}"
-            yield grid.seen(n, np.isfinite(relative[:, n]), message)
+            known = np.isfinite(relative[:, n])
+            message = (
+                f"The updates of {grid.places[n]} have {high[n]:.1g} of the norm of the weight at most, "
+                f"{grid.when(known)}.{rest}"
+            )
+            yield grid.seen(n, known, message)
 
 
 def _relative_updates(records: Records) -> Iterator[tuple[Grid, Floats]]:
@@ -115,11 +121,12 @@ def untied_weights(records: Records, *, steps: int = 2) -> Iterator[Seen]:
                 message = f"The weights of {pair} are equal at step {grid.steps[0]} and differ from step {step} on."
                 yield grid.seen(n, apart, message)
             elif changes and len(grid.steps) >= steps:
+                known_at = np.isfinite(print_of[0, :, n])
                 message = (
-                    f"The weights of {pair} stay equal and are two parameters: they share memory, and the optimizer "
-                    "changes it once for each."
+                    f"The weights of {pair} stay equal {grid.when(known_at)} and are two parameters: they share "
+                    "memory, and the optimizer changes it once for each."
                 )
-                yield grid.seen(n, np.isfinite(print_of[0, :, n]), message)
+                yield grid.seen(n, known_at, message)
 
 
 def _could_be_tied(place: Place) -> bool:

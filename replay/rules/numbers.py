@@ -111,8 +111,10 @@ def _before(records: Records, first: dict[str, Any]) -> str:
     rank, step, layer = (first[name] for name in ("rank", "step", "layer"))
     if first["kind"] in _BACKWARD:
         return "each output of the step that was recorded before it is finite, so it began in the backward pass"
-    if first["kind"] != "output":
-        return "so it came from outside of this layer" if first["kind"] == "input" else "before the layer ran"
+    if first["kind"] in ("param", "update"):
+        return "all records before it are finite, so it began in the optimizer or before the parameter was first used"
+    if first["kind"] == "input":
+        return "all outputs before it are finite, so it came into the model, or from between its layers"
     inputs = [n for n, p in enumerate(records.places) if (p.rank, p.layer, p.kind) == (rank, layer, "input")]
     rows = np.isin(records.place_of_row, inputs) & (records.table["step"].to_numpy() == step)
     if not rows.any():
@@ -155,7 +157,7 @@ def half_overflow(records: Records, *, share: float = 0.5, steps: int = 3) -> It
             most = np.nanmax(absmax[held[:, n], n])
             message = (
                 f"The {place.kind} of {place} comes to {most:.4g} in {place.dtype}, "
-                f"whose largest number is {largest[n]:.4g}."
+                f"whose largest number is {largest[n]:.4g}, {grid.when(held[:, n])}."
             )
             yield grid.seen(n, held[:, n], message)
 
@@ -184,7 +186,7 @@ def half_underflow(records: Records, *, share: float = 0.3, steps: int = 3) -> I
             zero = np.median(zeros[held[:, n], n] / numel[held[:, n], n])
             message = (
                 f"{zero:.0%} of the {place.kind} of {place} are zero in {place.dtype}, and what is left is next to "
-                f"its smallest number, {smallest[n]:.2g}."
+                f"its smallest number, {smallest[n]:.2g}, {grid.when(held[:, n])}."
             )
             yield grid.seen(n, held[:, n], message)
 
