@@ -321,6 +321,7 @@ class Records:
                 return scale
             if name not in known:
                 known[name] = cells[name] if name in _COUNTS else cells[name] / scale
+                known[name].setflags(write=False)  # the next rule is given the same array
             return known[name]
 
         return Grid(kind, self.steps, chosen, value)

@@ -239,12 +239,20 @@ class TestUsersRules:
         def strange(records):
             return ["a string"]
 
-        findings = replay.check(replay.open(sick), rules=[broken, strange, *RULES])
+        @replay.rule(advice="Mend it.")
+        def meddling(records):
+            records.grid("output")["n_zero"][:] = 0
+
+        findings = replay.check(replay.open(sick), rules=[broken, strange, meddling, *RULES])
 
         messages = {f.rule: f.message for f in findings}
         assert "itself is broken: ZeroDivisionError: by me" in messages["broken"]
         assert "itself is broken: TypeError: it yields a str" in messages["strange"]
-        assert {f.advice for f in findings if f.rule in ("broken", "strange")} == {"Mend the rule, or leave it out."}
+        assert "itself is broken: ValueError" in messages["meddling"]
+        assert "dead-relu" in messages
+        assert {f.advice for f in findings if f.rule in ("broken", "strange", "meddling")} == {
+            "Mend the rule, or leave it out."
+        }
         assert findings[0].rule == "non-finite"
 
     @pytest.mark.parametrize(
