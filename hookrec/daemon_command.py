@@ -14,7 +14,7 @@ from hookrec import delivery
 from hookrec.daemon import Daemon, only_one, watch
 from hookrec.errors import HookrecError
 from hookrec.events import Events
-from hookrec.findings import Check, Conditions, Finding
+from hookrec.findings import Conditions, Finding
 from hookrec.journal import Journal
 from hookrec.plan import parse_bytes
 from hookrec.quota import Quota
@@ -73,7 +73,7 @@ def _daemon(
 ) -> None:
     journal = Journal(as_json=as_json)
     conditions = Conditions(when)
-    check = rules_of_replay() if rules else None
+    check = by_the_rules if rules else None
     ways = {}
     if webhook is not None:
         ways["webhook"] = delivery.webhook(webhook)
@@ -113,14 +113,6 @@ def _daemon(
         journal.say("end", f"stopped by {signal.Signals(stop[0]).name}")
 
 
-def rules_of_replay() -> Check | None:
-    """Return what runs the rules of `replay check`; None where this replay has none."""
-    check = getattr(replay, "check", None)
-    if not callable(check):
-        return None
-
-    def judge(trace: replay.Trace, since: int | None) -> Sequence[Finding]:
-        found: Sequence[Finding] = check(trace, since=since)
-        return found
-
-    return judge
+def by_the_rules(trace: replay.Trace, since: int | None) -> Sequence[Finding]:
+    """Return what the rules of `replay check` find."""
+    return replay.check(trace, since=since)

@@ -10,7 +10,8 @@ from hookrec.errors import AttachError
 
 KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")
 DEFAULT_KINDS = ("output", "grad_output")
-STORES = ("zarr",)
+STORES = ("zarr", "hdf5")
+COMPRESSIONS = (None, "zstd", "lz4", "blosc")
 WHEN_FULL = ("block", "skip")
 CLOCKS = ("optimizer", "forward", "manual")
 
@@ -29,6 +30,7 @@ class Plan:
         every: steps 0, `every`, 2 × `every`, … are recorded.
         tensors: whether tensors are kept, or their statistics alone.
         store: layout on the disk.
+        compression: of the tensors, by the writer; None for none.
         ring_bytes: shared memory between the training and the writer.
         when_full: wait for the writer when the ring is full ("block"), or drop the tensors of the step ("skip").
         clock: what ends a step; "given" stands for an optimizer that was passed.
@@ -42,6 +44,7 @@ class Plan:
     every: int = 1
     tensors: bool = True
     store: str = "zarr"
+    compression: str | None = None
     ring_bytes: int = 512 * 10**6
     when_full: str = "block"
     clock: str = "optimizer"
@@ -56,6 +59,11 @@ class Plan:
         for kind in self.kinds:
             _one_of("kind", kind, KINDS)
         _one_of("store", self.store, STORES)
+        _one_of("compression", self.compression, COMPRESSIONS)
+        if self.store == "hdf5" and self.compression is not None:
+            raise AttachError(
+                "The HDF5 store does not compress while it records. Use store='zarr', or compression=None."
+            )
         _one_of("when_full", self.when_full, WHEN_FULL)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise AttachError(f"every is {self.every!r}; it takes a whole number of steps from 1.")
@@ -107,6 +115,6 @@ def as_tuple(what: str, names: str | Iterable[str]) -> tuple[str, ...]:
     return several
 
 
-def _one_of(what: str, value: str, choices: tuple[str, ...]) -> None:
+def _one_of(what: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise AttachError(f"There is no {what} {value!r}; there are {', '.join(repr(choice) for choice in choices)}.")

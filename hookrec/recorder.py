@@ -32,6 +32,7 @@ def attach(
     every: int = 1,
     tensors: bool = True,
     store: str = "zarr",
+    compression: str | None = None,
     ring: str | int = "512MB",
     when_full: str = "block",
     clock: str | Optimizer = "optimizer",
@@ -54,7 +55,8 @@ def attach(
             backward pass leaves it, and "update", what the optimizer changed.
         every: record steps 0, `every`, 2 × `every`, …; between them the hooks are gone.
         tensors: keep the tensors; else their statistics alone.
-        store: layout of the tensors on the disk; "zarr".
+        store: layout of the tensors on the disk, "zarr" or "hdf5".
+        compression: "zstd", "lz4" or "blosc" (zstd of shuffled bytes), by the writer; without loss. None for none.
         ring: shared memory between the training and the writer process, in bytes or as "512MB".
         when_full: what to do when the disk is slower than the training: "block" waits, "skip" drops the tensors of the
             step and keeps their statistics.
@@ -76,6 +78,7 @@ def attach(
         every=every,
         tensors=tensors,
         store=store,
+        compression=compression,
         ring_bytes=parse_bytes(ring),
         when_full=when_full,
         clock=clock if isinstance(clock, str) else "given",

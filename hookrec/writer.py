@@ -32,10 +32,10 @@ from numpy.typing import NDArray
 
 from hookrec.ring import KEPT, LIMIT, MESSAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
 from replay import format as trace_format
-from replay.format import STATISTICS, Locations, Stream
+from replay.format import STATISTICS, Locations, Placed, Stream
 from replay.log import LogWriter
 from replay.seal import locked, seal
-from replay.zarr_store import ZarrWriter, stride_of
+from replay.stores import open_writer
 
 _ROW_DTYPE = np.dtype(
     [
@@ -81,7 +81,7 @@ class Writer:
         self._readable = np.frombuffer(memory.toreadonly(), np.uint8)
         self._control = Control(memory)
         self._log = LogWriter(directory)
-        self._store = ZarrWriter(directory / trace_format.STORE_DIRECTORIES["zarr"]) if plan["tensors"] else None
+        self._store = open_writer(plan["store"], directory) if plan["tensors"] else None
         self._locations = Locations()
         self._streams = 0
         self._streams_file = _appending(directory / trace_format.STREAMS_FILE)
@@ -134,7 +134,8 @@ class Writer:
             location = None
             if self._store is not None:
                 location = self._locations.new(found["layer"], found["kind"], found["path"])
-            stream = Stream(id=self._streams, location=location, **{**found, "shape": tuple(found["shape"])})
+            shape, codec = tuple(found["shape"]), self._plan["compression"]
+            stream = Stream(id=self._streams, location=location, **{**found, "shape": shape, "codec": codec})
             self._streams += 1
             self._streams_file.write(stream.to_json() + "\n")
             if self._store is not None:
@@ -160,18 +161,19 @@ class Writer:
         order = kept[np.argsort(columns["stream"][kept], kind="stable")]
         ends = (np.flatnonzero(np.diff(columns["stream"][order], append=-1)) + 1).tolist()
         # Lists, since numpy takes its time over single elements, and time that is taken here the training lacks.
-        streams, places, sizes = (rows[name][order].tolist() for name in ("stream", "place", "nbytes"))
-        begin, found = 0, list[tuple[int, int]]()
+        streams, places = (rows[name][order].tolist() for name in ("stream", "place"))
+        begin, found = 0, list[Placed]()
         for end in ends:
             try:
-                found += self._write_stream(streams[begin], places[begin:end], sizes[begin])
+                found += self._write_stream(streams[begin], places[begin:end])
             except OSError as error:
-                found += [(-1, -1)] * (end - begin)
+                found += [Placed(-1, -1, 0)] * (end - begin)
                 columns["kept"][order[begin:end]] = STORE_FAILED
                 self._stop_tensors(STORE_FAILED, error)
             begin = end
         if found:
-            columns["row"][order], columns["offset"][order] = np.array(found, np.int64).T
+            placed = np.array(found, np.int64).T
+            columns["row"][order], columns["offset"][order], columns["nbytes"][order] = placed
         checksums = columns["crc32c"]
         checksums[order] = rows["checksum"][order]
         for i in order[rows["checksum"][order] < 0].tolist():
@@ -182,8 +184,8 @@ class Writer:
         self._bytes += int(columns["nbytes"].sum())
         return columns
 
-    def _write_stream(self, stream: int, places: list[int], nbytes: int) -> list[tuple[int, int]]:
-        """Write the tensors of a stream; return the row and offset of each.
+    def _write_stream(self, stream: int, places: list[int]) -> list[Placed]:
+        """Write the tensors of a stream; return where each is.
 
         Raises:
             OSError: they were not written.
@@ -192,8 +194,7 @@ class Writer:
             raise OSError("the store has failed before")
         if stream not in self._uncommitted:
             self._uncommitted[stream] = self._store.rows(stream)
-        stride = stride_of(nbytes)
-        return self._store.append(stream, [self._memory[place : place + stride] for place in places])
+        return self._store.append(stream, self._memory, places)
 
     def _commit(self) -> None:
         """Commit what is pending."""

@@ -6,6 +6,8 @@ trace = replay.open("runs/a")
 trace.tensor(step=120, layer="layer1.0.conv1", kind="grad_output")
 """
 
+from replay.check import Finding as Finding
+from replay.check import check as check
 from replay.errors import BadQuery as BadQuery
 from replay.errors import MissingPackage as MissingPackage
 from replay.errors import NotRecorded as NotRecorded
@@ -14,6 +16,11 @@ from replay.errors import StepNotCommitted as StepNotCommitted
 from replay.errors import TraceDamaged as TraceDamaged
 from replay.errors import TraceNotFound as TraceNotFound
 from replay.errors import TraceTooNew as TraceTooNew
+from replay.grid import NotApplicable as NotApplicable
+from replay.grid import Records as Records
+from replay.grid import Seen as Seen
+from replay.rulebook import Rule as Rule
+from replay.rulebook import rule as rule
 from replay.selection import Selection as Selection
 from replay.trace import Trace as Trace
 from replay.trace import open as open

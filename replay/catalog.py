@@ -17,9 +17,10 @@ from replay.alerts import count_alerts
 from replay.documents import read_end, read_identity
 from replay.dropping import read_dropped
 from replay.errors import ReplayError, TraceDamaged
-from replay.format import END_FILE, PINNED_FILE, STORE_DIRECTORIES, TRACE_FILE
+from replay.format import END_FILE, PINNED_FILE, TRACE_FILE
 from replay.log import Log
 from replay.seal import is_locked
+from replay.zarr_store import DIRECTORY
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def find_traces(root: Path, unreadable: Callable[[Path, OSError], None]) -> Tree
                 continue
             tree.folders.append(folder)
             for entry in inside:
-                if entry.name in STORE_DIRECTORIES.values():
+                if entry.name == DIRECTORY:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     folders.append(folder / entry.name)

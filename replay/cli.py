@@ -23,10 +23,14 @@ from replay.command_line import (
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 
 
-@click.group(
-    cls=Commands,
-    elsewhere={"alerts": "replay.alerts_command:alerts", "list": "replay.list_command:list_traces"},
-)
+_ELSEWHERE = {
+    "alerts": "replay.alerts_command:alerts",
+    "check": "replay.check_command:check",
+    "list": "replay.list_command:list_traces",
+}
+
+
+@click.group(cls=Commands, elsewhere=_ELSEWHERE)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""

@@ -17,9 +17,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
-from replay.format import DROPPED_FILE, KEPT, STORE_DIRECTORIES, Stream, write_whole
+from replay.format import DROPPED_FILE, KEPT, Stream, write_whole
 from replay.seal import read_streams
-from replay.zarr_store import forget_rows, rows_per_shard, shard_files
+from replay.zarr_store import DIRECTORY, forget_rows, rows_per_shard, shard_files
 
 _BLOCK = 4096
 
@@ -101,7 +101,7 @@ def on_disk(stat: os.stat_result) -> int:
 
 def shards(rank_directory: Path) -> list[Shard]:
     """Return the files of tensors that a rank has, those of a stream in order."""
-    store = rank_directory / STORE_DIRECTORIES["zarr"]
+    store = rank_directory / DIRECTORY
     found = []
     for stream in read_streams(rank_directory):
         time_s = 0.0
@@ -125,7 +125,7 @@ def drop(rank_directory: Path, victims: Iterable[Shard], why: str, time: str) ->
     Raises:
         OSError: a file could not be written or removed. What the rank says of itself is right all the same.
     """
-    store = rank_directory / STORE_DIRECTORIES["zarr"]
+    store = rank_directory / DIRECTORY
     victims = list(victims)
     before = read_dropped(rank_directory)
     rows, nbytes = dict(before.rows), before.nbytes
@@ -155,7 +155,7 @@ def finish_dropping(rank_directory: Path) -> None:
     rows = read_dropped(rank_directory).rows
     if rows:
         streams = [stream for stream in read_streams(rank_directory) if stream.id in rows]
-        _remove_below(rank_directory / STORE_DIRECTORIES["zarr"], streams, rows)
+        _remove_below(rank_directory / DIRECTORY, streams, rows)
 
 
 def _remove_below(store: Path, streams: Iterable[Stream], rows: Mapping[int, int]) -> None:

@@ -19,12 +19,12 @@ from replay.documents import read_end, read_identity, read_modules, read_notes, 
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Names, Steps, globs_of, matches, rows_where, steps_condition
-from replay.format import KEPT, STORE_DIRECTORIES, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
+from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
 from replay.records import described
 from replay.seal import is_locked, is_sealed, read_streams
 from replay.selection import Selection
-from replay.zarr_store import ZarrReader
+from replay.stores import open_reader
 
 
 def open(path: str | Path) -> "Trace":
@@ -209,7 +209,7 @@ class Trace:
         row = int(places.row[at])
         if (why := part.why_no_tensor(stream, int(places.kept[at]), row)) is None:
             try:
-                data = part.store.read(stream, places.row[at : at + 1], places.offset[at : at + 1])
+                data = part.store.read(stream, row, int(places.offset[at]), int(places.nbytes[at]))
             except TraceDamaged:
                 part.dropped = read_dropped(part.directory)  # perhaps it went a moment ago
                 if (why := part.why_no_tensor(stream, KEPT, row)) is None:
@@ -291,6 +291,7 @@ class _Places:
     kept: NDArray[np.uint8]
     row: NDArray[np.int64]
     offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
     crc32c: NDArray[np.uint32]
 
 
@@ -300,7 +301,7 @@ class _Rank:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log = Log(directory)
-        self.store = ZarrReader(directory / STORE_DIRECTORIES["zarr"])
+        self.store = open_reader(directory)
         self.streams: list[Stream] = []
         self.by_key: dict[tuple[str, str, str], list[Stream]] = {}
         self.dropped = Dropped()

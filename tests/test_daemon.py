@@ -219,14 +219,14 @@ def test_rules_come_in_by_one_seam_and_are_told_what_is_new(tmp_path):
     ]
 
 
-def test_the_rules_of_replay_are_run_where_they_are_installed(tmp_path, monkeypatch):
+def test_findings_with_numbers_of_numpy_are_alerts(tmp_path, monkeypatch):
     WrittenTrace(tmp_path / "a").commit(3)
 
     def check(trace, *, rules=None, thresholds=None, since=None):
         return [Found("0", first_step=np.int64(since), rank=np.int32(0), last_step=trace.steps[-1])]
 
-    monkeypatch.setattr(replay, "check", check, raising=False)
-    bench = Bench(tmp_path, check=daemon_command.rules_of_replay())
+    monkeypatch.setattr(replay, "check", check)
+    bench = Bench(tmp_path, check=daemon_command.by_the_rules)
     bench.look()
     bench.look()
 
@@ -606,7 +606,7 @@ def test_an_alert_arrives_within_two_seconds_of_the_commit(tmp_path, options):
 
 
 def test_what_came_before_a_folder_was_watched_is_found_without_an_event(tmp_path):
-    daemon = Process(tmp_path, "--when", "n_nan > 0", "--poll", "3600")
+    daemon = Process(tmp_path, "--when", "n_nan > 0", "--no-rules", "--poll", "3600")
     daemon.event("begin")
     time.sleep(0.3)
     for depth in range(4):
@@ -642,7 +642,7 @@ def test_a_daemon_that_is_killed_again_and_again_neither_misses_nor_repeats_an_a
     root.mkdir()
     names = tuple(str(number) for number in range(3 * lives))
     trace = WrittenTrace(root / "a", names)
-    options = ("--when", "n_nan > 0", "--poll", "0.05", "--run", f"tee -a {sent}")
+    options = ("--when", "n_nan > 0", "--no-rules", "--poll", "0.05", "--run", f"tee -a {sent}")
     step = 0
     for life in range(lives):
         daemon = Process(root, *options)
@@ -701,3 +701,17 @@ def test_a_root_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
 
     assert result.exit_code == 1
     assert "cannot be written to (Permission denied)" in result.output
+
+
+def test_what_the_rules_of_replay_find_is_an_alert(tmp_path):
+    daemon = Process(tmp_path, "--poll", "0.05")
+    daemon.event("begin")
+    trace = WrittenTrace(tmp_path / "a", ("x", "y"))
+    trace.commit(0, 1)
+    trace.commit(2, n_nan={"y": 1})
+
+    daemon.event("alert")
+    daemon.end(signal.SIGTERM)
+
+    alert = next(iter(read_alerts(tmp_path / "a")))
+    assert (alert.rule, alert.layer, alert.first_step) == ("non-finite", "y", 2)

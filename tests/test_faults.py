@@ -87,7 +87,7 @@ def test_a_dropped_step_leaves_the_tensors_of_the_step_before(tmp_path):
         return place, row, facts
 
     (tmp_path / "rank-00000").mkdir()
-    plan = {"tensors": True, "max_bytes": 1 << 40, "keep_free": 0}
+    plan = {"tensors": True, "store": "zarr", "compression": None, "max_bytes": 1 << 40, "keep_free": 0}
     one = writer.Writer(tmp_path / "rank-00000", plan, memory)
     one.take([part(0, 1, {"streams": [stream], "commit": True}), part(1, 2, {})])
     one.take([part(1, 3, {"commit": True, "drop_tensors": True})])
@@ -140,9 +140,10 @@ def test_a_file_that_cannot_grow_ends_the_recording_and_not_the_training(tmp_pat
     trace.tensor(record["step"], record["layer"], record["kind"])
 
 
-def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_path):
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_path, store):
     model = net()
-    recorder = hookrec.attach(model, tmp_path / "a", keep_free=0)
+    recorder = hookrec.attach(model, tmp_path / "a", store=store, keep_free=0)
     for _ in range(5):
         train(model, 1)
         time.sleep(0.2)  # steps that come together are committed together
@@ -224,12 +225,13 @@ def test_interrupts_at_any_moment_leave_whole_records(tmp_path):
         trace.tensor(record["step"], record["layer"], record["kind"], call=record["call"])
 
 
-def test_any_name_of_a_module_is_a_layer(tmp_path):
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_any_name_of_a_module_is_a_layer(tmp_path, store):
     names = ["a/b", "层", "x" * 300, "zarr.json", "%root", "a|b", " sp ", "A", "a", "__x", "con", "data"]
     model = nn.Module()
     for name in names:
         model._modules[name] = nn.Identity()
-    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0):
+    with hookrec.attach(model, tmp_path / "a", clock="manual", store=store, keep_free=0):
         for number, layer in enumerate(model._modules.values()):
             assert layer is not None
             layer(torch.tensor(number))
@@ -238,7 +240,8 @@ def test_any_name_of_a_module_is_a_layer(tmp_path):
     assert [int(trace.tensor(0, name)) for name in names] == list(range(len(names)))
 
 
-def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path):
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path, store):
     odd = [
         torch.empty(0, 3),
         torch.tensor(float("nan")),
@@ -251,7 +254,7 @@ def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path):
         torch.arange(4.0).to(torch.float8_e4m3fn),
     ]
     model = nn.Identity()
-    with hookrec.attach(model, tmp_path / "a", clock="manual", ring="1MiB", keep_free=0):
+    with hookrec.attach(model, tmp_path / "a", clock="manual", ring="1MiB", store=store, keep_free=0):
         for tensor in odd:
             model(tensor)
         model(torch.zeros(2_000_000))
