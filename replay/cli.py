@@ -23,7 +23,7 @@ from replay.command_line import (
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 
 
-@click.group(cls=Commands, elsewhere={})
+@click.group(cls=Commands, elsewhere={"sql": "replay.asking:sql"})
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
