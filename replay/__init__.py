@@ -14,6 +14,8 @@ from replay.errors import StepNotCommitted as StepNotCommitted
 from replay.errors import TraceDamaged as TraceDamaged
 from replay.errors import TraceNotFound as TraceNotFound
 from replay.errors import TraceTooNew as TraceTooNew
+from replay.following import follow as follow
+from replay.following import follow_all as follow_all
 from replay.selection import Selection as Selection
 from replay.trace import Trace as Trace
 from replay.trace import open as open

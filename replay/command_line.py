@@ -80,14 +80,15 @@ def say_if_empty(found: Sized, trace: replay.Trace) -> None:
 
 def print_json(value: object) -> None:
     """Print JSON; numbers that JSON lacks become null."""
-    click.echo(json.dumps(_finite(value), indent=1))
+    click.echo(json.dumps(finite(value), indent=1))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: numbers that are not finite as None, what it has no type for as text."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     if isinstance(value, float):
         return value if abs(value) < float("inf") else None
     return value if isinstance(value, (int, str, type(None))) else str(value)  # times, decimals

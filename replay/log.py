@@ -184,7 +184,7 @@ class Log:
         """Return the records, in the order of execution, as a `pyarrow.dataset.Dataset` of what is committed now."""
         import pyarrow.dataset as ds
 
-        tail = ds.dataset(pa.Table.from_batches(self._batches, RECORD_SCHEMA))
+        tail = as_dataset(pa.Table.from_batches(self._batches, RECORD_SCHEMA))
         if not self._sealed:
             return tail
         sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format="parquet")
@@ -202,6 +202,25 @@ class Log:
         except (pa.ArrowInvalid, OSError) as error:
             raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
 
+    def since(self, rows: int) -> pa.Table:
+        """Return the records after the first `rows`, in the order of execution.
+
+        Records keep their places when a segment becomes Parquet, so a count is all that a reader has to remember.
+        """
+        import pyarrow.parquet as pq
+
+        found, begin = [], 0
+        try:
+            for path in self._sealed.values():
+                end = begin + pq.read_metadata(path).num_rows
+                if end > rows:
+                    found.append(pq.read_table(path, schema=RECORD_SCHEMA).slice(max(0, rows - begin)))
+                begin = end
+        except (pa.ArrowInvalid, OSError) as error:
+            raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
+        found.append(pa.Table.from_batches(self._batches, RECORD_SCHEMA).slice(max(0, rows - begin)))
+        return pa.concat_tables(found)
+
     @property
     def rows(self) -> int:
         """How many records are committed."""
@@ -209,6 +228,13 @@ class Log:
 
         sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
         return sealed + sum(len(batch) for batch in self._batches)
+
+
+def as_dataset(records: pa.Table) -> Any:
+    """Return records of the log's schema as a `pyarrow.dataset.Dataset`."""
+    import pyarrow.dataset as ds
+
+    return ds.dataset(records)
 
 
 class _Tail:

@@ -37,8 +37,9 @@ _OF_STREAM = {"layer": _NAME, "kind": _NAME, "path": _NAME, "dtype": _NAME, "sha
 _IN_LOG = {name: RECORD_SCHEMA.field(name).type for name in ("step", "call", "micro", *STATISTICS)}
 _TYPES = {"rank": pa.int32(), "mode": _NAME, "kept": pa.bool_(), **_OF_STREAM, **_IN_LOG}
 _KEY = ("rank", "step", "layer", "kind", "call", "path")
-_RECORDS = (*_KEY, "micro", "mode", "dtype", "shape", "kept", *STATISTICS)
-_COLUMNS = (*_RECORDS, "nbytes", "stream")
+RECORDS = pa.schema([(name, _TYPES[name]) for name in (*_KEY, "micro", "mode", "dtype", "shape", "kept", *STATISTICS)])
+"""The columns of `Trace.records`."""
+_COLUMNS = (*RECORDS.names, "nbytes", "stream")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def rows_where(parts: Sequence[Part], where: str) -> pa.Table:
     with duckdb.connect(config=_NO_ACCESS) as connection:
         try:
             _add_records(connection, parts)
-            query = f"select {_names(_RECORDS)} from records where (\n{where}\n)"
+            query = f"select {_names(RECORDS.names)} from records where (\n{where}\n)"
             if len(connection.extract_statements(query)) != 1:
                 raise BadQuery(f"where={where!r} is more than one condition. Join conditions by `and`, `or`.")
             found = connection.sql(query).to_arrow_table()
@@ -81,7 +82,7 @@ def rows_where(parts: Sequence[Part], where: str) -> pa.Table:
             raise BadQuery(
                 f"where={where!r} cannot be understood: {reason} The columns are {', '.join(_COLUMNS)}."
             ) from None
-    return found.cast(pa.schema([(name, _TYPES[name]) for name in _RECORDS]))
+    return found.cast(RECORDS)
 
 
 def answer(query: str, parts: Sequence[Part], more: Mapping[str, Callable[[], pa.Table]], tensor: Tensor) -> pa.Table:

@@ -20,11 +20,13 @@ from replay.documents import read_end, read_identity, read_modules, read_notes, 
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Names, Steps, globs_of, matches, steps_condition
 from replay.format import KEPT, MODES, STATISTICS, STORE_DIRECTORIES, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
-from replay.log import Log
-from replay.query import Part, answer, modules_of, rows_where
+from replay.log import Log, as_dataset
+from replay.query import RECORDS, Part, answer, modules_of, rows_where
 from replay.seal import is_locked, is_sealed, read_streams
 from replay.selection import Selection
 from replay.zarr_store import ZarrReader
+
+_Globs = tuple[str, ...] | None
 
 
 def open(path: str | Path) -> "Trace":
@@ -260,6 +262,27 @@ class Trace:
         parts = [rank.records(number, *wanted, steps) for number, rank in ranks]
         return pa.concat_tables(parts).unify_dictionaries()
 
+    def records_since(
+        self, seen: dict[int, int], layers: Names = None, kinds: Names = None, where: str | None = None
+    ) -> pa.Table:
+        """Return the records that are new, as `records` does.
+
+        Args:
+            seen: how many records of each rank the caller has had; brought up to date.
+            layers: glob or globs over layer names.
+            kinds: glob or globs over kinds.
+            where: a SQL condition over the columns; where it names `records`, these are the new ones.
+        """
+        wanted = globs_of(layers), globs_of(kinds)
+        logs = {number: rank.log.since(seen.get(number, 0)) for number, rank in sorted(self._ranks.items())}
+        parts = [self._ranks[number].part(number, *wanted, None, log) for number, log in logs.items()]
+        if not any(map(len, logs.values())):
+            return RECORDS.empty_table()
+        found = rows_where(parts, "true" if where is None else where)
+        for number, log in logs.items():
+            seen[number] = seen.get(number, 0) + len(log)
+        return found
+
     def sql(self, query: str) -> pa.Table:
         """Return what a query in DuckDB's SQL finds.
 
@@ -357,12 +380,13 @@ class _Rank:
             self._places[stream.id] = _Places(**{name: column[order] for name, column in columns.items()})
         return self._places[stream.id]
 
-    def part(self, number: int, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None, steps: Steps) -> Part:
+    def part(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps, records: pa.Table | None = None) -> Part:
+        """Return what DuckDB is shown of the rank: its log, or some `records` of it, as far as they are wanted."""
         condition = self._condition(layers, kinds, steps)
-        log = self.log.dataset()
+        log = self.log.dataset() if records is None else as_dataset(records)
         return Part(number, log if condition is None else log.filter(condition), self.streams)
 
-    def _condition(self, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None, steps: Steps) -> Any:
+    def _condition(self, layers: _Globs, kinds: _Globs, steps: Steps) -> Any:
         """Return a condition over the columns of the log for pyarrow, or None for all."""
         last = int(max(self.steps(), default=-1)) if isinstance(steps, slice) else -1
         condition = steps_condition(steps, last)
@@ -372,9 +396,7 @@ class _Rank:
             condition = chosen if condition is None else condition & chosen
         return condition
 
-    def records(
-        self, number: int, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None, steps: Steps
-    ) -> pa.Table:
+    def records(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> pa.Table:
         condition = self._condition(layers, kinds, steps)
         table = self.log.table(None, condition).combine_chunks()
         self.check(table)
