@@ -13,8 +13,8 @@ import pyarrow as pa
 
 from replay import BadQuery, Trace
 from replay.alerts import Alert, alert_id
-from replay.filters import connect, rows_where
 from replay.format import RECORD_SCHEMA
+from replay.query import connect, records_where
 from replay.records import described
 
 
@@ -93,7 +93,7 @@ class Conditions:
             self._connection = connect()
             nothing = described(RECORD_SCHEMA.empty_table(), [], 0, np.zeros(0, bool))
             for condition in self._conditions:
-                rows_where(nothing, condition, self._connection)
+                records_where(nothing, condition, self._connection)
 
     def met(self, records: pa.Table, trouble: Callable[[str], None]) -> list[Noticed]:
         """Return the first record of each layer and kind for which a condition holds.
@@ -105,7 +105,7 @@ class Conditions:
         found = []
         for condition in self._conditions:
             try:
-                rows = rows_where(records, condition, self._connection)
+                rows = records_where(records, condition, self._connection)
             except BadQuery as error:
                 trouble(str(error))
                 continue

@@ -16,6 +16,8 @@ from replay.errors import StepNotCommitted as StepNotCommitted
 from replay.errors import TraceDamaged as TraceDamaged
 from replay.errors import TraceNotFound as TraceNotFound
 from replay.errors import TraceTooNew as TraceTooNew
+from replay.following import follow as follow
+from replay.following import follow_all as follow_all
 from replay.grid import NotApplicable as NotApplicable
 from replay.grid import Records as Records
 from replay.grid import Seen as Seen

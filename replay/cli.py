@@ -27,6 +27,8 @@ _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
     "list": "replay.list_command:list_traces",
+    "sql": "replay.asking:sql",
+    "tail": "replay.tailing:tail",
 }
 
 
@@ -227,3 +229,7 @@ def export(
     selection = replay.open(trace).select(layers or None, kinds or None, where=where)
     selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
     click.echo(f"wrote {out}", err=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,18 +1,14 @@
 """What a filter over records means: globs over names, steps as numbers or slices, conditions in SQL."""
 
-import contextlib
 import fnmatch
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 
 from replay.errors import BadQuery
-
-if TYPE_CHECKING:
-    import duckdb
 
 Names = str | Iterable[str] | None
 """A glob, several, or None for all."""
@@ -57,39 +53,3 @@ def steps_condition(steps: Steps, last: int) -> Any:
     if by != 1:
         return field.isin(pa.array(range(begin, min(end, last + 1), by), pa.int64()))
     return (field >= begin) & (field < end)
-
-
-def connect() -> "duckdb.DuckDBPyConnection":
-    """Return a connection to a DuckDB that sees nothing but the tables it is given."""
-    import duckdb
-
-    return duckdb.connect(config={"enable_external_access": "false"})
-
-
-def rows_where(table: pa.Table, where: str, connection: "duckdb.DuckDBPyConnection | None" = None) -> pa.Table:
-    """Return the rows for which a condition in DuckDB's SQL holds, in the order of the table.
-
-    Args:
-        table: the rows.
-        where: the condition.
-        connection: from `connect`; whoever asks often keeps one, since to make it takes ten times as long as to ask.
-
-    Raises:
-        BadQuery: the condition cannot be understood.
-    """
-    import duckdb
-
-    with contextlib.ExitStack() as stack:
-        if connection is None:
-            connection = stack.enter_context(connect())
-        stack.callback(connection.unregister, "records")
-        connection.register("records", table.append_column("hookrec_row", pa.array(np.arange(len(table)))))
-        try:
-            found = connection.execute(f"select hookrec_row from records where (\n{where}\n)").fetchnumpy()[
-                "hookrec_row"
-            ]
-        except (duckdb.Error, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            names = ", ".join(table.column_names)
-            raise BadQuery(f"where={where!r} cannot be understood: {reason} The columns are {names}.") from None
-    return table.take(pa.array(np.sort(np.asarray(found))))

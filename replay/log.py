@@ -181,6 +181,16 @@ class Log:
             return self.refresh()
         return self
 
+    def dataset(self) -> Any:
+        """Return the records, in the order of execution, as a `pyarrow.dataset.Dataset` of what is committed now."""
+        import pyarrow.dataset as ds
+
+        tail = ds.dataset(pa.Table.from_batches(self._batches, RECORD_SCHEMA))
+        if not self._sealed:
+            return tail
+        sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format="parquet")
+        return ds.dataset([sealed, tail]) if self._batches else sealed
+
     def table(self, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
         """Return records in the order of execution.
 
@@ -188,25 +198,14 @@ class Log:
             columns: names of columns of the schema; all if None.
             where: a `pyarrow.compute.Expression` over columns of the schema.
         """
-        import pyarrow.dataset as ds
-
-        tail: pa.Table = pa.Table.from_batches(self._batches, RECORD_SCHEMA)
-        if where is not None and len(tail):
-            tail = tail.filter(where)
-        if columns is not None:
-            tail = tail.select(list(columns))
-        if not self._sealed:
-            return tail
         try:
-            sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format="parquet")
-            table = sealed.to_table(columns=None if columns is None else list(columns), filter=where)
+            return self.dataset().to_table(columns=None if columns is None else list(columns), filter=where)
         except (pa.ArrowInvalid, OSError) as error:
             raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
         except UnicodeEncodeError:
             raise TraceDamaged(
                 f"The log in {self._directory} cannot be read by pyarrow: the path is no UTF-8. Rename the folder."
             ) from None
-        return pa.concat_tables([table, tail]) if len(tail) else table
 
     @property
     def rows(self) -> int:

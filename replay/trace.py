@@ -18,13 +18,16 @@ from numpy.typing import NDArray
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
-from replay.filters import Names, Steps, globs_of, matches, rows_where, steps_condition
+from replay.filters import Names, Steps, globs_of, matches, steps_condition
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
+from replay.query import Part, answer, modules_of, rows_where
 from replay.records import described
 from replay.seal import is_locked, is_sealed, read_streams
 from replay.selection import Selection
 from replay.stores import open_reader
+
+_Globs = tuple[str, ...] | None
 
 
 def open(path: str | Path) -> "Trace":
@@ -265,9 +268,37 @@ class Trace:
             BadQuery: a filter cannot be understood.
         """
         wanted = globs_of(layers), globs_of(kinds)
-        parts = [rank.records(number, *wanted, steps) for number, rank in sorted(self._ranks.items())]
-        table = pa.concat_tables(parts).unify_dictionaries()
-        return table if where is None else rows_where(table, where)
+        ranks = sorted(self._ranks.items())
+        if where is not None:
+            return rows_where([rank.part(number, *wanted, steps) for number, rank in ranks], where)
+        parts = [rank.records(number, *wanted, steps) for number, rank in ranks]
+        return pa.concat_tables(parts).unify_dictionaries()
+
+    def sql(self, query: str) -> pa.Table:
+        """Return what a query in DuckDB's SQL finds.
+
+        Tables: `records`, the columns of `records()` and `nbytes`, `stream`; `streams`, one row a stream; `scalars`, as
+        of `scalars()`; `modules`, one row a module. The function `tensor(records)` gives the values of a record as a
+        list of doubles (of a complex number its absolute value), null where no tensor was kept:
+
+            select step, list_aggregate(tensor(r), 'quantile_cont', 0.99) from records r where layer = 'fc1'
+
+        A query neither reads nor writes files. Where it is silent about the order of rows, there is none.
+
+        Args:
+            query: a statement that gives rows, such as `select`, `from`, `describe`, `summarize`.
+
+        Returns:
+            The columns that the query names. Sums of integers are int64 where they fit, else float64.
+
+        Raises:
+            BadQuery: the query cannot be answered; the message has DuckDB's reason and the columns that are there.
+            TraceDamaged: the log, or a tensor that the query looks at, cannot be read.
+        """
+        parts = [rank.part(number, None, None, None) for number, rank in sorted(self._ranks.items())]
+        modules = {rank: self.modules(rank) for rank in self.ranks}
+        more = {"scalars": self.scalars, "modules": lambda: modules_of(modules)}
+        return answer(query, parts, more, self.tensor)
 
     def select(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
@@ -349,15 +380,24 @@ class _Rank:
             self._places[stream.id] = _Places(**{name: column[order] for name, column in columns.items()})
         return self._places[stream.id]
 
-    def records(
-        self, number: int, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None, steps: Steps
-    ) -> pa.Table:
-        known = self.steps()
-        condition = steps_condition(steps, int(known[-1]) if len(known) else -1)
+    def part(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> Part:
+        """Return what DuckDB is shown of the rank."""
+        condition = self._condition(layers, kinds, steps)
+        log = self.log.dataset()
+        return Part(number, log if condition is None else log.filter(condition), self.streams, self.dropped.rows)
+
+    def _condition(self, layers: _Globs, kinds: _Globs, steps: Steps) -> Any:
+        """Return a condition over the columns of the log for pyarrow, or None for all."""
+        last = int(max(self.steps(), default=-1)) if isinstance(steps, slice) else -1
+        condition = steps_condition(steps, last)
         if layers is not None or kinds is not None:
             wanted = [s.id for s in self.streams if matches(s.layer, layers) and matches(s.kind, kinds)]
             chosen = pa.compute.field("stream").isin(pa.array(wanted, pa.int32()))
             condition = chosen if condition is None else condition & chosen
+        return condition
+
+    def records(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> pa.Table:
+        condition = self._condition(layers, kinds, steps)
         table = self.log.table(None, condition)
         self.check(table)
         return described(table, self.streams, number, self.dropped.kept(table))
