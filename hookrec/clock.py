@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookrec.errors import AttachError
-from hookrec.optimizer_hooks import take_off
+from hookrec.optimizer_hooks import is_inner, take_off
 from hookrec.plan import CLOCKS
 from hookrec.scaler import ScalerWatch
 from hookrec.uncopied import Uncopied
@@ -78,8 +78,10 @@ class Clock:
                 roots = [model for reference in self._models if (model := reference()) is not None]
                 for number, root in enumerate(roots):
                     before = _RootHook(root, functools.partial(self.forward, number))
-                    self._root_handles.append(root.register_forward_pre_hook(before, prepend=True))
-                    self._root_handles.append(root.register_forward_hook(_RootHook(root, self._end_forward)))
+                    # As functions, since a ScriptModule refuses these methods.
+                    self._root_handles.append(nn.Module.register_forward_pre_hook(root, before, prepend=True))
+                    after = _RootHook(root, self._end_forward)
+                    self._root_handles.append(nn.Module.register_forward_hook(root, after))
         else:
             self._unwatch()
 
@@ -103,7 +105,7 @@ class Clock:
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._skipping = False
-        if self._counts(optimizer):
+        if self._counts(optimizer) and not is_inner(optimizer):
             # A fused optimizer is called also where it changes nothing.
             found_inf = getattr(optimizer, "found_inf", None)
             if self._root_handles and found_inf is not None and found_inf.item():

@@ -240,12 +240,13 @@ class Hooks:
                 self._handles[hook] = [(handle, handle.hooks_dict_ref()) for handle in self._register(module, hook)]
 
     def _register(self, module: nn.Module, hook: HookedLayer) -> Iterator[RemovableHandle]:
+        # As functions, since a ScriptModule refuses these methods, and calls the hooks all the same.
         if self._frames is not None:
-            yield module.register_forward_pre_hook(Entry(hook, self._enter), with_kwargs=True)
+            yield nn.Module.register_forward_pre_hook(module, Entry(hook, self._enter), with_kwargs=True)
         elif self._gradients:
-            yield module.register_forward_pre_hook(Entry(hook))
+            yield nn.Module.register_forward_pre_hook(module, Entry(hook))
         if self._outputs or self._gradients or self._frames is not None:
-            yield module.register_forward_hook(hook)
+            yield nn.Module.register_forward_hook(module, hook)
 
     def _take_off(self, hook: HookedLayer) -> None:
         for handle, _ in self._handles.pop(hook, ()):

@@ -24,7 +24,7 @@ from hookrec.calls import Call
 from hookrec.guard import Guard
 from hookrec.hooks import Sink, recordable
 from hookrec.layers import Layer
-from hookrec.optimizer_hooks import take_off
+from hookrec.optimizer_hooks import is_inner, take_off
 from hookrec.passes import at_end_of_pass, graph_task
 from hookrec.uncopied import Uncopied
 
@@ -183,6 +183,10 @@ class Parameters:
             hooks.move_to_end(handle.id)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_inner(optimizer):
+            return None
+        for _, parameter in self._of(optimizer):
+            self._before.pop(id(parameter), None)  # of a step that raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             self._consumed(optimizer)
@@ -217,6 +221,8 @@ class Parameters:
                     self._before[id(parameter)] = parameter.detach().clone()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_inner(optimizer):
+            return
         for owned, parameter in self._of(optimizer):
             before = self._before.pop(id(parameter), None)
             if before is not None:

@@ -80,7 +80,11 @@ class Recording:
         ]
         self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
         _recordings.add(self)
-        self._begin_step()
+        try:
+            self._begin_step()
+        except BaseException as error:
+            self.end("failed", f"{type(error).__name__}: {error}")
+            raise
 
     # What the hooks report.
 
