@@ -19,12 +19,12 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from hookrec.calls import Call
+from hookrec.calls import Call, Named
 from hookrec.capture import Capture
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
 from hookrec.guard import Guard
-from hookrec.hooks import Hooks, Named
+from hookrec.hooks import Hooks
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.parameters import Parameters
 from hookrec.plan import Plan

@@ -63,5 +63,3 @@ class WriterInProcess:
             rows = np.frombuffer(data[rows_begin:text_begin], writer._ROW_DTYPE).copy()
             messages.append((position, rows, json.loads(data[text_begin:begin]) if text_bytes else {}))
         return messages
-
-

@@ -164,7 +164,8 @@ def judge(build: Callable[[], Case], path: Path) -> list[str]:
     finally:
         gc.enable()
 
-    for what, one, other in zip(("states", "losses", "random states"), found, (states, losses, random_states)):
+    parts = ("states", "losses", "random states")
+    for what, one, other in zip(parts, found, (states, losses, random_states), strict=True):
         if not _same(one, other):
             wrong.append(f"the training is another: {what} differ")
     trace = replay.open(path)

@@ -1,4 +1,4 @@
-"""Backward passes of all sorts: several, nested, recomputed, in other threads, in other dtypes, changed on their way."""
+"""Backward passes of all sorts: several, nested, recomputed, in other threads and dtypes, changed on their way."""
 
 import threading
 
