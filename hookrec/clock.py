@@ -24,6 +24,10 @@ from hookrec.uncopied import Uncopied
 class Clock:
     """Calls `tick` when a step has ended.
 
+    Attributes:
+        forwards: how many forward passes of each root have begun in the step.
+        strangers: the optimizers that have stepped and hold no parameter of the models.
+
     Args:
         models: the roots.
         clock: "optimizer" for the first optimizer that steps and holds a parameter of the models, an optimizer,
@@ -53,7 +57,7 @@ class Clock:
         self._given = isinstance(clock, Optimizer)
         self._optimizer = weakref.ref(clock) if isinstance(clock, Optimizer) else None
         self._skipping = False
-        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._models = [weakref.ref(model) for model in models.values()]
         self._tick = tick
         self._begin_forward = begin_forward
@@ -130,10 +134,10 @@ class Clock:
             return False
         # Some trainings make a new optimizer for each phase; the clock goes on with it when the first is gone.
         if self._optimizer is None or (self._optimizer() is None and not self._given):
-            if optimizer in self._strangers:
+            if optimizer in self.strangers:
                 return False
             if not self._is_ours(optimizer):
-                self._strangers.add(optimizer)
+                self.strangers.add(optimizer)
                 return False
             self._optimizer = weakref.ref(optimizer)
         return self._optimizer() is optimizer

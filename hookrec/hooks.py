@@ -22,6 +22,7 @@ from hookrec.gradients import Gradients
 from hookrec.guard import Guard
 from hookrec.inputs import Frame, Frames, Input
 from hookrec.layers import Layer
+from hookrec.ops import Ops
 from hookrec.passes import graph_task
 from hookrec.uncopied import Uncopied
 from hookrec.values import flatten, flatten_arguments, values_of
@@ -75,7 +76,9 @@ class Hooks:
     `install` and `remove` may be called any number of times; after `remove` the modules are as they were before.
     """
 
-    def __init__(self, layers: Iterable[Layer], sink: Sink, kinds: Collection[str], guard: Guard) -> None:
+    def __init__(
+        self, layers: Iterable[Layer], sink: Sink, kinds: Collection[str], guard: Guard, ops: tuple[str, ...] = ()
+    ) -> None:
         self.sink = sink
         self.guard = guard
         self.installed = False
@@ -88,6 +91,7 @@ class Hooks:
         self._handles: dict[HookedLayer, list[tuple[RemovableHandle, Any]]] = {}
         self._gradients = Gradients(sink, guard, outputs=self._output_gradients)
         self._eager = EagerSteps()
+        self.ops = Ops(ops, self._operation_returned, guard) if ops else None
         self.choose(layers)
 
     def choose(self, layers: Iterable[Layer]) -> None:
@@ -105,6 +109,8 @@ class Hooks:
             self.installed = True
             self._put_on()
             self._eager.enter()
+            if self.ops is not None:
+                self.ops.install()
 
     def _put_on(self) -> None:
         for hook in self._layers:
@@ -139,6 +145,8 @@ class Hooks:
             return
         self.installed = False
         self._eager.leave()
+        if self.ops is not None:
+            self.ops.remove()
         for hook in list(self._handles):
             self._take_off(hook)
 
@@ -194,6 +202,11 @@ class Hooks:
         if self._gradients.unsettled:
             self._gradients.settle(tensor for _, tensor in (*flatten(args), *tensors))
         self.returned(layer, tensors, frame, training=module.training)
+
+    def _operation_returned(self, operation: Counted, tensors: list[tuple[str, Tensor]], training: bool) -> None:
+        if self._gradients.unsettled:
+            self._gradients.settle(tensor for _, tensor in tensors)
+        self.returned(operation, tensors, None, training=training)
 
     def returned(
         self, source: Counted, tensors: list[tuple[str, Tensor]], frame: Frame | None, *, training: bool
