@@ -190,6 +190,7 @@ def a_pass_with_operations_ends_in_the_middle() -> Case:
                 loss = model(x).pow(2).sum()
                 break
         assert all(map(torch.is_tensor, (x + 1.0, functional.relu(x))))  # outside of the model: no record
+        assert torch._C._len_torch_function_stack() == 0
         loss.backward()
         model.zero_grad()
         return loss
@@ -209,6 +210,7 @@ def a_pass_with_operations_ends_in_the_middle() -> Case:
 def operations_of_a_model_that_was_compiled_before() -> Case:
     model = Net(lambda net, x: net.block(x).tanh(), block=Block())
     x = torch.randn(5, 3)
+    torch.compiler.reset()
     compiled = torch.compile(model, backend=lambda graph, inputs: graph.forward)
     compiled(x)
 

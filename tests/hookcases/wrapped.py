@@ -107,6 +107,7 @@ def a_linear_is_wrapped_by_an_adapter() -> Case:
 
 
 def compiled(*, before: bool, in_place: bool) -> Case:
+    torch.compiler.reset()  # how often one function may be compiled is limited
     model, x = two_linears()
     compilations = []
 
