@@ -68,7 +68,7 @@ class Ops:
         returned: Callable[[Counted, list[tuple[str, Tensor]], bool], None],
         guard: Guard,
     ) -> None:
-        self._names = names
+        self._names = tuple(map(_plain, names))
         self._returned = returned
         self._guard = guard
         self._owners: dict[int, Owner] = {}
@@ -231,13 +231,16 @@ def check(names: tuple[str, ...]) -> None:
 def name_of(function: Any) -> str | None:
     """Return the name of a function without what tells its variants apart; None if it computes nothing."""
     name: str = getattr(function, "__name__", "")
-    if name in _NO_OPERATIONS or not name:
-        return None
+    return None if not name or name in _NO_OPERATIONS else _plain(name)
+
+
+def _plain(name: str) -> str:
+    """Return `add` for `add_`, `__add__`, `__radd__` and `__iadd__`."""
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
         reflected = name[1:] if name[:1] in ("r", "i") and name[1:] in _BINARY else name
         return {"truediv": "div", "mod": "remainder"}.get(reflected, reflected)
-    return name.rstrip("_") if not name.startswith("_") else name
+    return name if name.startswith("_") else name.rstrip("_")
 
 
 def _is_leaf_of_torch(layer: Layer) -> bool:

@@ -41,7 +41,7 @@ def sums_and_activations_in_place_by_whatever_name() -> Case:
         h = replica.call("/add#3", lambda h: h + x, h)
         replica.backward(replica.linear("l1", h).pow(2).sum())
 
-    return ops_case(model, backward_on(model, x), right, "add", "relu")
+    return ops_case(model, backward_on(model, x), right, "__add__", "relu_")
 
 
 @case
