@@ -27,6 +27,7 @@ class Plan:
         layers: globs over qualified layer names.
         containers: whether the globs choose among all modules, not leaf modules alone.
         kinds: what to record of each layer.
+        ops: globs over functions of torch, whose results inside of modules are recorded.
         every: steps 0, `every`, 2 × `every`, … are recorded.
         tensors: whether tensors are kept, or their statistics alone.
         store: layout on the disk.
@@ -41,6 +42,7 @@ class Plan:
     layers: tuple[str, ...] = ("*",)
     containers: bool = False
     kinds: tuple[str, ...] = DEFAULT_KINDS
+    ops: tuple[str, ...] = ()
     every: int = 1
     tensors: bool = True
     store: str = "zarr"
@@ -58,6 +60,8 @@ class Plan:
             raise AttachError(f"kinds is empty; there are {', '.join(KINDS)}.")
         for kind in self.kinds:
             _one_of("kind", kind, KINDS)
+        if self.ops and not {"output", "grad_output"} & set(self.kinds):
+            raise AttachError("ops are recorded as output and grad_output, and kinds has neither.")
         _one_of("store", self.store, STORES)
         _one_of("compression", self.compression, COMPRESSIONS)
         if self.store == "hdf5" and self.compression is not None:

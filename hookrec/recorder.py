@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from hookrec.clock import check as check_clock
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, describe, layers_of
+from hookrec.ops import check as check_ops
 from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.plan import Plan, as_tuple, parse_bytes
 from hookrec.recording import Recording, is_recorded
@@ -29,6 +30,7 @@ def attach(
     layers: str | Iterable[str] = "*",
     containers: bool = False,
     kinds: str | Iterable[str] = ("output", "grad_output"),
+    ops: str | Iterable[str] = (),
     every: int = 1,
     tensors: bool = True,
     store: str = "zarr",
@@ -53,6 +55,9 @@ def attach(
             "grad_input" (through this call alone), and of the parameters that the modules own, leaves or not: "param"
             and "param_grad" as the optimizer meets them, after clipping and unscaling, "param_grad_acc" as each
             backward pass leaves it, and "update", what the optimizer changed.
+        ops: functions of torch, such as "relu", "matmul" or "add", or globs over their names: what they return inside
+            of the modules that `layers` matches, leaves or not, is recorded as layers such as `blocks.0/add#1`, the
+            second addition in a call of `blocks.0`. Not inside of the leaf modules of `torch.nn`.
         every: record steps 0, `every`, 2 × `every`, …; between them the hooks are gone.
         tensors: keep the tensors; else their statistics alone.
         store: layout of the tensors on the disk, "zarr" or "hdf5".
@@ -75,6 +80,7 @@ def attach(
         layers=as_tuple("layers", layers),
         containers=containers,
         kinds=as_tuple("kinds", kinds),
+        ops=as_tuple("ops", ops),
         every=every,
         tensors=tensors,
         store=store,
@@ -97,6 +103,7 @@ class Recorder:
 
     def __init__(self, models: Mapping[str, nn.Module], path: Path, plan: Plan, clock: str | Optimizer) -> None:
         check_clock(clock)
+        check_ops(plan.ops)
         for name, model in models.items():
             if is_recorded(model):
                 which = f"The model {name!r}" if name else "The model"

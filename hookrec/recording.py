@@ -19,13 +19,14 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from hookrec.calls import Call
+from hookrec.calls import Call, Named
 from hookrec.capture import Capture
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
 from hookrec.guard import Guard
-from hookrec.hooks import Hooks, Named
+from hookrec.hooks import Hooks
 from hookrec.layers import Layer, choose, describe, layers_of
+from hookrec.nothing import likely_cause
 from hookrec.parameters import Parameters
 from hookrec.plan import Plan
 from hookrec.ring import LIMIT, WriterGone
@@ -63,14 +64,15 @@ class Recording:
         self._ring = writer.ring
         self._capture = Capture(self._ring, plan)
         self._guard = Guard(self.fault)
-        self._hooks = Hooks(layers, self, plan.kinds, self._guard)
+        self._hooks = Hooks(layers, self, plan.kinds, self._guard, plan.ops)
+        self._choose_ops(modules)
         self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
         self._parameters.choose(modules)
         self._scalars: dict[str, float] = {}
         self._noted: set[tuple[str, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
         self._between = False  # whether a step has ended and no forward pass has begun since
-        self._told_to_stop = False
+        self._told_to_stop = self._told_of_nothing = False
         self._books = {"recorded_steps": 0, "hook_s": 0.0, "capture_s": 0.0, "wait_s": 0.0, "step_s": 0.0}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         self._models_changed = False
@@ -80,7 +82,11 @@ class Recording:
         ]
         self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
         _recordings.add(self)
-        self._begin_step()
+        try:
+            self._begin_step()
+        except BaseException as error:
+            self.end("failed", f"{type(error).__name__}: {error}")
+            raise
 
     # What the hooks report.
 
@@ -175,7 +181,12 @@ class Recording:
                 chosen = choose(layers, self._plan.layers, containers=self._plan.containers)
                 self._hooks.choose(chosen)
                 self._parameters.choose(layers)
+                self._choose_ops(layers)
                 self._ring.facts["model"] = describe(layers, chosen)
+
+    def _choose_ops(self, modules: list[Layer]) -> None:
+        if self._hooks.ops is not None:
+            self._hooks.ops.choose(modules, self._plan.layers)
 
     def _registered(self, module: nn.Module, name: str, what: object) -> None:
         self._models_changed = True
@@ -215,12 +226,25 @@ class Recording:
         with self._capture.lock:
             self._hooks.end_step()
             self._guard.call(self._parameters.end_step)
+            self._look_for_records()
             self._logged = set(self._scalars)
             if self._capture.records or self._scalars or self._ring.facts:
                 self._send_step()
             self.step_number += 1
             self._between = True
         self._look_at_writer()
+
+    def _look_for_records(self) -> None:
+        """Warn once of a step that should have records and has none."""
+        if self._capture.records or self._told_of_nothing or not self._hooks.installed:
+            return
+        self._told_of_nothing = True
+        called = any(self._clock.forwards)
+        cause = likely_cause(called=called, kinds=self._plan.kinds, notes=sorted(self._noted))
+        self._ring.facts.setdefault("notes", []).append(
+            {"step": self.step_number, "layer": None, "note": f"the step has no record: {cause}"}
+        )
+        warn(f"step {self.step_number} has no record: {cause} Later steps are not warned of.")
 
     def _send_step(self) -> None:
         scalars, self._scalars = self._scalars, {}
@@ -261,6 +285,11 @@ class Recording:
         with self._capture.lock:
             if not self.active:
                 return
+            if how == "detached" and not self.step_number and self._clock.strangers:
+                warn(
+                    "no step has ended: the optimizers that stepped hold no parameter of the model. Is another object "
+                    "trained, such as a copy of it? Pass clock='forward' or clock='manual' if that is meant."
+                )
             self.active = self._guard.alive = False
             for registration in self._registrations:
                 registration.remove()

@@ -146,5 +146,7 @@ def _check(path: Path, found: Any, **members: type | tuple[type, ...]) -> None:
     if not isinstance(found, dict):
         raise TraceDamaged(f"{path} has a {type(found).__name__}, where an object belongs.")
     for name, kind in members.items():
-        if not isinstance(found.get(name), kind):
-            raise TraceDamaged(f"{path} has {name!r} as {found.get(name)!r:.80}, which version {VERSION} does not.")
+        if name not in found:
+            raise TraceDamaged(f"{path} has no {name!r}, which version {VERSION} demands.")
+        if not isinstance(found[name], kind):
+            raise TraceDamaged(f"{path} has {name!r} as {found[name]!r:.80}, which version {VERSION} does not.")

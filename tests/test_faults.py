@@ -268,7 +268,8 @@ def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path, store):
         assert got.tobytes() == (plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
     with pytest.raises(replay.NotRecorded, match="larger than the ring"):
         trace.tensor(0, "", call=len(odd))
-    assert "layout sparse_coo cannot be stored" in trace.notes[0]["note"]
+    assert np.array_equal(trace.tensor(0, "", call=len(odd) + 1), np.eye(3))
+    assert "layout sparse_coo: the dense tensor that it stands for" in trace.notes[0]["note"]
 
 
 def test_a_stream_goes_on_over_many_shards(tmp_path):
