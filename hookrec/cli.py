@@ -13,6 +13,7 @@ from replay.seal import is_locked, is_sealed, locked, seal
 @click.group(
     cls=Commands,
     elsewhere={
+        "convert": "hookrec.convert_command:convert_trace",
         "daemon": "hookrec.daemon_command:daemon",
         "pin": "hookrec.pin_command:pin",
         "unpin": "hookrec.pin_command:unpin",
