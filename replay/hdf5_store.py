@@ -280,11 +280,31 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
                     yield path, f"Stream {stream.id} has the shape {group['data'].shape} in it."
                 if wrong := _wrong_attribute(group["data"], stream):
                     yield path, wrong
+                if stream.nbytes and len(rows.step):
+                    sources = [
+                        (
+                            source.file_name,
+                            source.vspace.get_select_bounds()[0][0],
+                            source.src_space.get_select_bounds(),
+                        )
+                        for source in group["data"].virtual_sources()
+                    ]
+                    if sources != list(_sources(stream, len(rows.step), parts.get(stream.id, ()))):
+                        yield path, f"It does not join the segments of stream {stream.id} as {SEGMENTS_FILE} has them."
                 for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
                     if not np.array_equal(group[name][()], values):
                         yield path, f"{name!r} of stream {stream.id} is not what the log has."
     except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         yield path, f"HDF5 cannot read it: {error}"
+
+
+def _sources(stream: Stream, count: int, parts: Sequence[_Part]) -> Iterator[tuple[str, int, Any]]:
+    """Yield what the virtual dataset of a stream is made of: file, first row, and what is selected in the file."""
+    for part in parts:
+        rows = min(part.rows, count - part.first)
+        if rows > 0:
+            zeros = (0, *(0 for _ in stream.shape))
+            yield part.path.name, part.first, (zeros, (rows - 1, *(n - 1 for n in stream.shape)))
 
 
 def _wrong_attribute(data: Any, stream: Stream) -> str | None:

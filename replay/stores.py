@@ -85,8 +85,8 @@ def faults(
     """
     if store_of(rank_directory) == "hdf5":
         yield from hdf5_store.faults(rank_directory, streams, sealed=sealed)
-    elif sealed:
-        yield from zarr_store.faults(rank_directory, streams, dropped)
+    else:
+        yield from zarr_store.faults(rank_directory, streams, dropped, sealed=sealed)
 
 
 def store_of(rank_directory: Path) -> str:

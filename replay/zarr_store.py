@@ -238,14 +238,15 @@ class _Appending:
 
 
 def faults(
-    rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], dropped: Mapping[int, int]
+    rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], dropped: Mapping[int, int], *, sealed: bool
 ) -> Iterator[tuple[Path, str]]:
-    """Yield what in a sealed store contradicts the log: the file, and a sentence on it.
+    """Yield what in a store contradicts the log: the file, and a sentence on it.
 
     Args:
         rank_directory: the rank.
         streams: each with its rows.
         dropped: by stream id, how many of its first rows have no tensor any more.
+        sealed: whether the store was finished, so that shapes, coordinates and indexes count.
     """
     for stream, rows in streams:
         if stream.location is None:
@@ -256,7 +257,11 @@ def faults(
         for node in (group.parent.parent, group.parent, group):
             yield from _document_faults(node / "zarr.json", _GROUP)
         wanted = _array_metadata(stream, len(rows.step), one_row_a_step=rows.one_a_step)
+        if not sealed:
+            del wanted["shape"], wanted["dimension_names"]
         yield from _document_faults(group / "data" / "zarr.json", wanted, dropped=bool(begin))
+        if not sealed:
+            continue
         for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
             wanted = _coordinate_metadata(_COORDINATES[name], len(values), rows.one_a_step)
             yield from _document_faults(group / name / "zarr.json", wanted)
