@@ -17,7 +17,7 @@ from hookrec.clock import check as check_clock
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.parameters import KINDS as PARAMETER_KINDS
-from hookrec.plan import Plan, as_tuple, parse_bytes
+from hookrec.plan import Plan, plan_of
 from hookrec.recording import Recording, is_recorded
 from hookrec.writer_process import WriterProcess
 
@@ -69,17 +69,17 @@ def attach(
     Raises:
         AttachError: the model, the path or an argument will not do. Nothing was changed.
     """
-    plan = Plan(
-        layers=as_tuple("layers", layers),
+    plan = plan_of(
+        layers=layers,
         containers=containers,
-        kinds=as_tuple("kinds", kinds),
+        kinds=kinds,
         every=every,
         tensors=tensors,
         store=store,
-        ring_bytes=parse_bytes(ring),
+        ring=ring,
         when_full=when_full,
         clock=clock if isinstance(clock, str) else "given",
-        max_bytes=parse_bytes(max_bytes),
+        max_bytes=max_bytes,
         keep_free=keep_free,
     )
     return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
