@@ -10,7 +10,17 @@ from replay.command_line import Commands
 from replay.seal import is_locked, is_sealed, locked, seal
 
 
-@click.group(cls=Commands)
+_ELSEWHERE = {
+    "attach": "hookrec.control_commands:attach",
+    "detach": "hookrec.control_commands:detach",
+    "run": "hookrec.run_command:run",
+    "set": "hookrec.control_commands:set_",
+    "status": "hookrec.control_commands:status",
+    "trigger": "hookrec.control_commands:trigger",
+}
+
+
+@click.group(cls=Commands, elsewhere=_ELSEWHERE)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Record PyTorch trainings. In a script: hookrec.attach(model, "runs/a"). To read a trace: replay info runs/a."""

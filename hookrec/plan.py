@@ -64,6 +64,8 @@ class Plan:
             _one_of("kind", kind, KINDS)
         _one_of("store", self.store, STORES)
         _one_of("when_full", self.when_full, WHEN_FULL)
+        if self.clock != "given":
+            _one_of("clock", self.clock, CLOCKS)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise AttachError(f"every is {self.every!r}; it takes a whole number of steps from 1.")
         if isinstance(self.keep_free, bool) or not isinstance(self.keep_free, (int, float)) or not 0 <= self.keep_free < 1:

@@ -141,6 +141,15 @@ class Recorder:
     ) -> None:
         self._detach(error)
 
+    @property
+    def steps(self) -> int:
+        """How many steps have ended."""
+        return self._recording.step_number
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the recorded models have one of some parameters."""
+        return self._recording.holds(parameters)
+
     def step(self) -> None:
         """End the step that is under way. From the first call on nothing else ends a step.
 

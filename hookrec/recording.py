@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -81,6 +81,11 @@ class Recording:
         self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
         _recordings.add(self)
         self._begin_step()
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the models have one of some parameters."""
+        ours = {id(p) for model in self._models.values() if (m := model()) is not None for p in m.parameters()}
+        return any(id(parameter) in ours for parameter in parameters)
 
     # What the hooks report.
 
