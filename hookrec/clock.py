@@ -80,6 +80,12 @@ class Clock:
         else:
             self._unwatch()
 
+    def be_last(self) -> None:
+        """Come after those who have begun to listen to optimizers later: the step ends when they have seen it."""
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = after_step(self._stepped)
+
     def close(self) -> None:
         """Take the hooks off."""
         self._unwatch()

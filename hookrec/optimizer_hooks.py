@@ -6,6 +6,7 @@ the step, and it calls those who have asked, in the order in which they asked. T
 also while they are called: attaching happens at the end of a step, which is such a call.
 """
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -26,17 +27,18 @@ class _Side:
 
     def __init__(self, register: Callable[[Callable[..., None]], RemovableHandle]) -> None:
         self._register = register
-        self._told: tuple[Told, ...] = ()
+        self._told: list[Told] = []  # changed by single operations, since several threads may
         self._handle: RemovableHandle | None = None
 
     def add(self, told: Told) -> Callable[[], None]:
         """Tell somebody from now on; return what ends that, which may be called again."""
-        self._told = (*self._told, told)
+        self._told.append(told)
         if self._handle is None:
             self._handle = self._register(self._stepped)
 
         def remove() -> None:
-            self._told = tuple(other for other in self._told if other is not told)
+            with contextlib.suppress(ValueError):
+                self._told.remove(told)
             if not self._told and self._handle is not None:
                 handle, self._handle = self._handle, None
                 take_off([handle])
@@ -44,7 +46,7 @@ class _Side:
         return remove
 
     def _stepped(self, *args: Any) -> None:
-        for told in self._told:
+        for told in tuple(self._told):
             told(*args)
 
 

@@ -4,7 +4,8 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookrec.clock import check as check_clock
+from hookrec.control import heard, unheard
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.parameters import KINDS as PARAMETER_KINDS
@@ -117,7 +119,10 @@ class Recorder:
         except BaseException:
             writer.wait()
             raise
+        self._waiting = threading.Lock()
         self._waited = False
+        if (why := heard(self)) is not None:
+            self._recording.note(None, f"this recording cannot be controlled from outside: {why}")
         # This also keeps a recorder alive that nobody holds: hookrec.attach(model, path) as a line of its own records.
         atexit.register(self._at_exit)
 
@@ -159,6 +164,45 @@ class Recorder:
         self._check_attached("step")
         self._recording.step()
 
+    @property
+    def active(self) -> bool:
+        """Whether it records: it was not detached and has not failed."""
+        return self._recording.active
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `hookrec status` shows: the trace, the plan, how far it is."""
+        return {"trace": str(self.path), **self._recording.facts()}
+
+    def at_boundary(self, do: Callable[[], None]) -> None:
+        """Call a function between two steps, on the thread that trains. It must not raise. Any thread may ask."""
+        self._recording.requests.append(do)
+
+    def change(self, changes: Mapping[str, Any]) -> str:
+        """Record by another plan from the step on that begins next; to be called between two steps.
+
+        Args:
+            changes: arguments of `attach` that may be changed, such as `{"every": 1}`.
+
+        Returns:
+            What is different now, in words.
+
+        Raises:
+            AttachError: there is no such argument or value, or no layer is matched. Nothing was changed.
+        """
+        return self._recording.change(changes)
+
+    def finish(self) -> Callable[[], None]:
+        """Stop recording; return what waits until the trace is sealed. Used where the training must not wait."""
+        self._recording.end("detached", None)
+        return self._wait
+
+    def _wait(self) -> None:
+        with self._waiting:
+            if not self._waited:
+                self._recording.wait()
+                self._waited = True
+        atexit.unregister(self._at_exit)
+
     def log(self, **values: float | Tensor) -> None:
         """Record numbers with the step that is under way.
 
@@ -182,14 +226,12 @@ class Recorder:
         self._detach(None)
 
     def _detach(self, error: BaseException | None) -> None:
-        atexit.unregister(self._at_exit)
+        unheard(self)
         if error is None:
             self._recording.end("detached", None)
         else:
             self._recording.end("exception", f"{type(error).__name__}: {error}")
-        if not self._waited:
-            self._recording.wait()
-            self._waited = True
+        self._wait()
 
     def _at_exit(self) -> None:
         self._detach(getattr(sys, "last_value", None))

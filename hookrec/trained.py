@@ -4,7 +4,8 @@ An optimizer knows parameters, not modules. Whoever owns these parameters is fou
 the garbage collector: modules come into being in ways that no hook sees (copies, pickles, `from_pretrained`), and all
 of them end up there. From the owners the way goes up to the modules that nobody contains. A model may still be inside
 of something that is never called (a LightningModule, a bag of a generator and a discriminator, a wrapper that was
-dropped), so the last word has the first call: the root is the outermost module that is called and has all that is trained.
+dropped), so the last word has the first call: the root is the outermost module that is called and has all that is
+trained.
 """
 
 import gc
@@ -42,8 +43,8 @@ class FirstCall:
     told. Until then compiled code runs eagerly, as hooks on it would not be called.
 
     Args:
-        told: is called with the roots at the beginning of the first call, on the thread that calls. The hooks that it puts on the
-            called module are called as if they had been there.
+        told: is called with the roots at the beginning of the first call, on the thread that calls. The hooks that it
+            puts on the called module are called as if they had been there.
     """
 
     def __init__(self, told: Callable[[Roots], None]) -> None:
@@ -171,4 +172,4 @@ def _variable(root: nn.Module) -> str | None:
 
 
 def _holds(wrapper: object, root: nn.Module) -> bool:
-    return isinstance(wrapper, nn.Module) and any(child is root for child in wrapper.children()) and len(list(wrapper.children())) == 1
+    return isinstance(wrapper, nn.Module) and [child is root for child in wrapper.children()] == [True]

@@ -81,7 +81,7 @@ class Writer:
         self._readable = np.frombuffer(memory.toreadonly(), np.uint8)
         self._control = Control(memory)
         self._log = LogWriter(directory)
-        self._store = ZarrWriter(directory / trace_format.STORE_DIRECTORIES["zarr"]) if plan["tensors"] else None
+        self._store = self._new_store() if plan["tensors"] else None
         self._locations = Locations()
         self._streams = 0
         self._streams_file = _appending(directory / trace_format.STREAMS_FILE)
@@ -115,7 +115,14 @@ class Writer:
             self._pending.append(self._write_tensors(np.concatenate(parts[step_begin:])))
         self._control.released = messages[-1][0]
 
+    def _new_store(self) -> ZarrWriter:
+        return ZarrWriter(self._directory / trace_format.STORE_DIRECTORIES["zarr"])
+
     def _take_facts(self, facts: dict[str, Any]) -> None:
+        if "plan" in facts:
+            self._plan = facts["plan"]
+            if self._plan["tensors"] and self._store is None:
+                self._store = self._new_store()
         if "model" in facts:
             _write_model_file(self._directory, facts["model"])
         self._add_streams(facts.get("streams", ()))
