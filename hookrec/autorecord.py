@@ -43,7 +43,7 @@ class AutoRecord:
         ImportWatch("torch.optim.optimizer", self._watch_optimizers).begin()
 
     def _watch_optimizers(self) -> None:
-        """Be told of each optimizer that is made: PyTorch has hooks on their steps, which come after the first forward pass."""
+        """Be told of each optimizer that is made; the hooks that PyTorch has come after the first forward pass."""
         from torch.optim import optimizer
 
         optimizer.Optimizer.__init__ = tells(optimizer.Optimizer.__init__, self._optimizer_made)  # type: ignore[method-assign]
@@ -90,7 +90,9 @@ class AutoRecord:
             self._say(f"nothing was recorded: {self._why_nothing()}")
         else:
             steps = self.recorder.steps
-            also = f"; {self._late} optimizers of other models were made later, which are not in it" if self._late else ""
+            also = (
+                f"; {self._late} optimizers of other models were made later, which are not in it" if self._late else ""
+            )
             self._say(f"recorded {steps} step{'s' if steps != 1 else ''}{also}. Next: replay info {self._path}")
 
     def _why_nothing(self) -> str:

@@ -9,7 +9,6 @@ import replay
 from replay.command_line import Commands
 from replay.seal import is_locked, is_sealed, locked, seal
 
-
 _ELSEWHERE = {
     "attach": "hookrec.control_commands:attach",
     "detach": "hookrec.control_commands:detach",

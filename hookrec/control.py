@@ -2,8 +2,8 @@
 
 A daemon thread waits at the socket. It answers what can be answered by looking, and leaves the rest to the training:
 what changes something is done at the next step boundary, by the thread that trains, between two steps. So no lock is
-held while the trainer computes, and a listener that nobody talks to costs nothing but one look at an empty queue a step.
-A client that wants to know how its request went asks for it by number; nobody waits inside of the training.
+held while the trainer computes, and a listener that nobody talks to costs a thread that sleeps. A client that wants to
+know how its request went asks for it by number; nobody waits inside of the training.
 
 Owned by the process that called `listen`: in a child that was forked the socket is closed, and stays the parent's.
 """
@@ -164,7 +164,9 @@ class Listener:
         try:
             request = receive(connection)
             if request["hookrec"] > PROTOCOL:
-                raise Refused(f"This process speaks version {PROTOCOL} of the protocol; you speak {request['hookrec']}.")
+                raise Refused(
+                    f"This process speaks version {PROTOCOL} of the protocol; you speak {request['hookrec']}."
+                )
             return {"ok": True, **self._take(request)}
         except (HookrecError, ValueError) as error:
             return {"ok": False, "error": str(error)}

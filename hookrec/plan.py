@@ -68,7 +68,11 @@ class Plan:
             _one_of("clock", self.clock, CLOCKS)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise AttachError(f"every is {self.every!r}; it takes a whole number of steps from 1.")
-        if isinstance(self.keep_free, bool) or not isinstance(self.keep_free, (int, float)) or not 0 <= self.keep_free < 1:
+        if (
+            isinstance(self.keep_free, bool)
+            or not isinstance(self.keep_free, (int, float))
+            or not 0 <= self.keep_free < 1
+        ):
             raise AttachError(f"keep_free is {self.keep_free!r}; it is a share of the file system, from 0 up to 1.")
 
     def samples(self, step: int) -> bool:

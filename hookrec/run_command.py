@@ -70,7 +70,7 @@ def _usage(function: Any, *arguments: Any) -> Any:
 
 
 def _check_out(out: Path) -> None:
-    """Refuse before the script begins what `attach` would refuse later; ranks of a group find each other's folders there."""
+    """Refuse before the script begins what `attach` would refuse later; ranks find the folders of others there."""
     if out.exists() and not out.is_dir():
         raise click.UsageError(f"{out} is a file. A trace is a directory: choose another path.")
     if out.is_dir() and any(out.iterdir()) and "RANK" not in os.environ:
