@@ -101,7 +101,7 @@ def _print(facts: dict[str, Any]) -> None:
 @wait_option
 @_reaching
 def set_(pid: int, assignments: tuple[str, ...], trace: str | None, wait_s: float) -> None:
-    """Change what is recorded from the next step on, as in: hookrec set 4711 every=1 layers='blk.3.*' kinds=output,input.
+    """Change what is recorded from the next step on: hookrec set 4711 every=1 layers=a.*,b.*.
 
     ASSIGNMENTS may be of layers, containers, kinds, every, tensors and when_full. The change is noted in the trace.
     """

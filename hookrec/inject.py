@@ -8,8 +8,8 @@ from `mmap`, since `malloc` may be in the middle of something. The code imports 
 
 A debugger that is older than the processor breaks what it stops: gdb 13 cannot restore the registers of processors with
 AMX, and the system call that it has interrupted fails in the process. So the debugger shows on a process of ours first
-that it can call a function and leave no trace. Its symbols are not loaded (`auto-solib-add off`): torch has hundreds of megabytes
-of them, and the training would stand still meanwhile.
+that it can call a function and leave no trace. The process's symbols are not loaded (`auto-solib-add off`): torch has
+hundreds of megabytes of them, and the training would stand still meanwhile.
 """
 
 import contextlib
@@ -193,7 +193,7 @@ def _call(debugger: str, pid: int, code: str) -> bool:
             done = subprocess.run(
                 [debugger, *arguments], capture_output=True, text=True, timeout=_STOPPED_S, stdin=subprocess.DEVNULL
             )
-            return "hookrec-queued 0" in done.stdout
+            return re.search(r"^(hookrec-queued|\(int\) \$\d+ =) 0$", done.stdout, re.MULTILINE) is not None
     return False
 
 
@@ -222,16 +222,15 @@ def lldb_script(pid: int, code: str) -> list[str]:
     text = code.encode()
     # lldb has no command that copies a file into memory as gdb has, so the text is written by words of eight bytes.
     words = [int.from_bytes(text[i : i + 8].ljust(8, b"\0"), "little") for i in range(0, len(text) + 1, 8)]
-    writes = "".join(f"p[{i}]={word}UL;" for i, word in enumerate(words))
-    expression = (
-        f"void *m = ((void*(*)(void*, unsigned long, int, int, int, long))mmap)(0, {len(words) * 8}, 3, 0x22, -1, 0);"
-        f" unsigned long *p = (unsigned long*)m; {writes}"
-        " ((int(*)(void*, void*))Py_AddPendingCall)((void*)PyRun_SimpleString, m)"
-    )
+    writes = "".join(f"$place[{i}] = {word}UL; " for i, word in enumerate(words))
+    mmap = "((void*(*)(void*, unsigned long, int, int, int, long))mmap)"
     lines = [
         "settings set target.preload-symbols false",
         f"process attach --pid {pid}",
-        f"expression --timeout 10000000 --format d -- {expression}",
+        f"expression -- unsigned long *$place = (unsigned long*){mmap}(0, {len(words) * 8}, 3, 0x22, -1, 0)",
+        "expression -- unsigned long $run = (unsigned long)&PyRun_SimpleString",
+        f"expression -- {writes}(void)0",
+        "expression --format d -- ((int(*)(unsigned long, void*))Py_AddPendingCall)($run, $place)",
         "detach",
     ]
     return ["--no-lldbinit", "--batch", *(part for line in lines for part in ("-o", line))]
