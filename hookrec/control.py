@@ -10,6 +10,7 @@ Owned by the process that called `listen`: in a child that was forked the socket
 
 import atexit
 import contextlib
+import gc
 import os
 import platform
 import socket
@@ -290,6 +291,7 @@ class Listener:
         def look() -> dict[str, Any]:
             if self._attaching is not None:
                 raise Refused("Another request to attach waits for the next forward pass.")
+            gc.collect()  # optimizers and models that are garbage are not what is trained
             self._attaching = FirstCall(begin)
             if not self._attaching.expect(optimizers_alive()):
                 self._attaching = None

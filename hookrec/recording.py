@@ -81,9 +81,11 @@ class Recording:
             register_module_module_registration_hook(_weakly(self._registered)),
             register_module_parameter_registration_hook(_weakly(self._registered)),
         ]
-        self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
-        _recordings.add(self)
-        self._begin_step()
+        # Another thread may be training: what its hooks tell waits until everything is there.
+        with self._capture.lock:
+            self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
+            _recordings.add(self)
+            self._begin_step()
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the models have one of some parameters."""
