@@ -48,13 +48,14 @@ def run(
     if out is not None:
         _check_out(out)
     if not module and not Path(target).exists():
-        raise click.UsageError(f"There is no script {target}. For a module: hookrec run -m {target}")
+        hint = "" if target.endswith(".py") else f" For a module: hookrec run -m {target}"
+        raise click.UsageError(f"There is no script {target}.{hint}")
     task = {
         "path": None if out is None else os.path.abspath(out),
         "options": options,
         "module": module,
         "quiet": quiet,
-        "listen": idle,
+        "listen": os.environ.get("HOOKREC_LISTEN") != "0",
     }
     sys.stdout.flush()
     sys.stderr.flush()
