@@ -30,6 +30,7 @@ def folder(tmp_path, monkeypatch):
     runtime = tmp_path / "r"
     runtime.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(client, "folders", lambda: [runtime / "hookrec"])  # not those of other runs of these tests
     yield runtime / "hookrec"
     control._listener.close()
 
