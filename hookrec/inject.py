@@ -25,7 +25,7 @@ from pathlib import Path
 
 from hookrec.client import Unreachable, check_process, socket_of
 
-_STOPPED_S = 30.0
+_STOPPED_S = 120.0  # to end a debugger in the middle of a call would do harm
 _REMOTE_EXEC = (3, 14)
 _HERE = Path(__file__).resolve().parent
 
