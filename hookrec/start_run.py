@@ -108,8 +108,8 @@ def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
             kept.append(traceback)
             began = True
         traceback = traceback.tb_next
-    for before, after in zip(kept, [*kept[1:], None], strict=True):
-        before.tb_next = after
+    for number, entry in enumerate(kept):
+        entry.tb_next = kept[number + 1] if number + 1 < len(kept) else None
     return kept[0] if kept else None
 
 
