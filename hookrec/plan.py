@@ -1,10 +1,14 @@
 """What to record: one frozen value, checked once, printed into the trace."""
 
 import dataclasses
+import difflib
+import inspect
 import re
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from hookrec.errors import AttachError
 
@@ -14,6 +18,9 @@ STORES = ("zarr", "hdf5")
 COMPRESSIONS = (None, "zstd", "lz4", "blosc")
 WHEN_FULL = ("block", "skip")
 CLOCKS = ("optimizer", "forward", "manual")
+
+CHANGEABLE = ("layers", "containers", "kinds", "every", "tensors", "when_full")
+"""What may be changed while a recording is under way; the rest is settled when the writer begins."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -69,9 +76,15 @@ class Plan:
                 "The HDF5 store does not compress while it records. Use store='zarr', or compression=None."
             )
         _one_of("when_full", self.when_full, WHEN_FULL)
+        if self.clock != "given":
+            _one_of("clock", self.clock, CLOCKS)
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
             raise AttachError(f"every is {self.every!r}; it takes a whole number of steps from 1.")
-        if not 0 <= self.keep_free < 1:
+        if (
+            isinstance(self.keep_free, bool)
+            or not isinstance(self.keep_free, (int, float))
+            or not 0 <= self.keep_free < 1
+        ):
             raise AttachError(f"keep_free is {self.keep_free!r}; it is a share of the file system, from 0 up to 1.")
 
     def samples(self, step: int) -> bool:
@@ -81,6 +94,83 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `trace.json` has it."""
         return dataclasses.asdict(self)
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the plan with other values, given as `plan_of` takes them.
+
+        Raises:
+            AttachError: there is no such value, or it cannot be changed.
+        """
+        for name in changes:
+            if name not in CHANGEABLE:
+                known = name in {field.name for field in dataclasses.fields(self)} or name in PLAN_OPTIONS
+                what = f"{name} cannot be changed while recording" if known else f"There is no {name!r} in a plan"
+                raise AttachError(f"{what}; {', '.join(CHANGEABLE)} can.")
+        checked = plan_of(**changes)
+        return dataclasses.replace(self, **{name: getattr(checked, name) for name in changes})
+
+
+def plan_of(
+    *,
+    layers: str | Iterable[str] = "*",
+    containers: bool = False,
+    kinds: str | Iterable[str] = DEFAULT_KINDS,
+    ops: str | Iterable[str] = (),
+    every: int = 1,
+    tensors: bool = True,
+    store: str = "zarr",
+    compression: str | None = None,
+    ring: str | int = "512MB",
+    when_full: str = "block",
+    clock: str = "optimizer",
+    max_bytes: str | int = "50GB",
+    keep_free: float = 0.1,
+) -> Plan:
+    """Return the plan that is meant by the arguments of `attach`, which are described there.
+
+    Raises:
+        AttachError: one of them will not do.
+    """
+    return Plan(
+        layers=as_tuple("layers", layers),
+        containers=_boolean("containers", containers),
+        kinds=as_tuple("kinds", kinds),
+        ops=as_tuple("ops", ops),
+        every=every,
+        tensors=_boolean("tensors", tensors),
+        store=store,
+        compression=compression,
+        ring_bytes=parse_bytes(ring),
+        when_full=when_full,
+        clock=clock,
+        max_bytes=parse_bytes(max_bytes),
+        keep_free=keep_free,
+    )
+
+
+PLAN_OPTIONS = tuple(inspect.signature(plan_of).parameters)
+"""What a file with a plan may say, and `attach` takes."""
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Return the arguments of `attach` that a TOML file has, at its top.
+
+    Raises:
+        AttachError: it cannot be read, or has what is no argument.
+    """
+    try:
+        with path.open("rb") as file:
+            options = tomllib.load(file)
+    except OSError as error:
+        raise AttachError(f"The plan {path} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise AttachError(f"The plan {path} is no TOML: {error}.") from None
+    for name in options:
+        if name not in PLAN_OPTIONS:
+            near = difflib.get_close_matches(name, PLAN_OPTIONS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PLAN_OPTIONS)}."
+            raise AttachError(f"The plan {path} has {name!r}, which is no option; {hint}")
+    return options
 
 
 def parse_bytes(size: str | int) -> int:
@@ -117,6 +207,12 @@ def as_tuple(what: str, names: str | Iterable[str]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in several):
         raise AttachError(f"{what} is {names!r}; it takes a string or several.")
     return several
+
+
+def _boolean(what: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise AttachError(f"{what} is {value!r}; it is true or false.")
+    return value
 
 
 def _one_of(what: str, value: object, choices: tuple[object, ...]) -> None:

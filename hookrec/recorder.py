@@ -4,7 +4,8 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookrec.clock import check as check_clock
+from hookrec.control import heard, unheard
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.ops import check as check_ops
 from hookrec.parameters import KINDS as PARAMETER_KINDS
-from hookrec.plan import Plan, as_tuple, parse_bytes
+from hookrec.plan import Plan, plan_of
 from hookrec.recording import Recording, is_recorded
 from hookrec.writer_process import WriterProcess
 
@@ -76,19 +78,19 @@ def attach(
     Raises:
         AttachError: the model, the path or an argument will not do. Nothing was changed.
     """
-    plan = Plan(
-        layers=as_tuple("layers", layers),
+    plan = plan_of(
+        layers=layers,
         containers=containers,
-        kinds=as_tuple("kinds", kinds),
-        ops=as_tuple("ops", ops),
+        kinds=kinds,
+        ops=ops,
         every=every,
         tensors=tensors,
         store=store,
         compression=compression,
-        ring_bytes=parse_bytes(ring),
+        ring=ring,
         when_full=when_full,
         clock=clock if isinstance(clock, str) else "given",
-        max_bytes=parse_bytes(max_bytes),
+        max_bytes=max_bytes,
         keep_free=keep_free,
     )
     return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
@@ -127,7 +129,10 @@ class Recorder:
         except BaseException:
             writer.wait()
             raise
+        self._waiting = threading.Lock()
         self._waited = False
+        if (why := heard(self)) is not None:
+            self._recording.note(None, f"this recording cannot be controlled from outside: {why}")
         # This also keeps a recorder alive that nobody holds: hookrec.attach(model, path) as a line of its own records.
         atexit.register(self._at_exit)
 
@@ -151,6 +156,15 @@ class Recorder:
     ) -> None:
         self._detach(error)
 
+    @property
+    def steps(self) -> int:
+        """How many steps have ended."""
+        return self._recording.step_number
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the recorded models have one of some parameters."""
+        return self._recording.holds(parameters)
+
     def step(self) -> None:
         """End the step that is under way. From the first call on nothing else ends a step.
 
@@ -159,6 +173,45 @@ class Recorder:
         """
         self._check_attached("step")
         self._recording.step()
+
+    @property
+    def active(self) -> bool:
+        """Whether it records: it was not detached and has not failed."""
+        return self._recording.active
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `hookrec status` shows: the trace, the plan, how far it is."""
+        return {"trace": str(self.path), **self._recording.facts()}
+
+    def at_boundary(self, do: Callable[[], None]) -> None:
+        """Call a function between two steps, on the thread that trains. It must not raise. Any thread may ask."""
+        self._recording.requests.append(do)
+
+    def change(self, changes: Mapping[str, Any]) -> str:
+        """Record by another plan from the step on that begins next; to be called between two steps.
+
+        Args:
+            changes: arguments of `attach` that may be changed, such as `{"every": 1}`.
+
+        Returns:
+            What is different now, in words.
+
+        Raises:
+            AttachError: there is no such argument or value, or no layer is matched. Nothing was changed.
+        """
+        return self._recording.change(changes)
+
+    def finish(self) -> Callable[[], None]:
+        """Stop recording; return what waits until the trace is sealed. Used where the training must not wait."""
+        self._recording.end("detached", None)
+        return self._wait
+
+    def _wait(self) -> None:
+        with self._waiting:
+            if not self._waited:
+                self._recording.wait()
+                self._waited = True
+        atexit.unregister(self._at_exit)
 
     def log(self, **values: float | Tensor) -> None:
         """Record numbers with the step that is under way.
@@ -183,14 +236,12 @@ class Recorder:
         self._detach(None)
 
     def _detach(self, error: BaseException | None) -> None:
-        atexit.unregister(self._at_exit)
+        unheard(self)
         if error is None:
             self._recording.end("detached", None)
         else:
             self._recording.end("exception", f"{type(error).__name__}: {error}")
-        if not self._waited:
-            self._recording.wait()
-            self._waited = True
+        self._wait()
 
     def _at_exit(self) -> None:
         self._detach(getattr(sys, "last_value", None))

@@ -9,7 +9,8 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,10 +70,12 @@ class Recording:
         self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
         self._parameters.choose(modules)
         self._scalars: dict[str, float] = {}
-        self._noted: set[tuple[str, str]] = set()
+        self.requests: deque[Callable[[], None]] = deque()  # what others want done between two steps
+        self._noted: set[tuple[str | None, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
         self._between = False  # whether a step has ended and no forward pass has begun since
         self._told_to_stop = self._told_of_nothing = False
+        self._since = self._began = time.perf_counter()
         self._books = {"recorded_steps": 0, "hook_s": 0.0, "capture_s": 0.0, "wait_s": 0.0, "step_s": 0.0}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         self._models_changed = False
@@ -80,13 +83,20 @@ class Recording:
             register_module_module_registration_hook(_weakly(self._registered)),
             register_module_parameter_registration_hook(_weakly(self._registered)),
         ]
-        self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
-        _recordings.add(self)
-        try:
-            self._begin_step()
-        except BaseException as error:
-            self.end("failed", f"{type(error).__name__}: {error}")
-            raise
+        # Another thread may be training: what its hooks tell waits until everything is there.
+        with self._capture.lock:
+            self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
+            _recordings.add(self)
+            try:
+                self._begin_step()
+            except BaseException as error:
+                self.end("failed", f"{type(error).__name__}: {error}")
+                raise
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the models have one of some parameters."""
+        ours = {id(p) for model in self._roots().values() for p in model.parameters()}
+        return any(id(parameter) in ours for parameter in parameters)
 
     # What the hooks report.
 
@@ -106,13 +116,13 @@ class Recording:
         """Return the statistics of a tensor that is not recorded."""
         return self._capture.fingerprint(tensor)
 
-    def note(self, layer: str, note: str) -> None:
+    def note(self, layer: str | None, note: str, **more: Any) -> None:
         """Take the reason why something of a layer is not recorded; the same reason once."""
         if (layer, note) not in self._noted:
             self._noted.add((layer, note))
             with self._capture.lock:
                 self._ring.facts.setdefault("notes", []).append(
-                    {"step": self.step_number, "layer": layer, "note": note}
+                    {"step": self.step_number, "layer": layer, "note": note, **more}
                 )
 
     def fault(self, error: Exception) -> None:
@@ -175,8 +185,7 @@ class Recording:
         """Look at the models again where modules were added or replaced."""
         if self._models_changed:
             self._models_changed = False
-            models = {name: model for name, reference in self._models.items() if (model := reference()) is not None}
-            layers = layers_of(models)
+            layers = layers_of(self._roots())
             with contextlib.suppress(AttachError):  # what matched before may be gone now
                 chosen = choose(layers, self._plan.layers, containers=self._plan.containers)
                 self._hooks.choose(chosen)
@@ -203,9 +212,55 @@ class Recording:
             if self.active:
                 try:
                     self._end_step()
-                    self._begin_step()
+                    while self.requests:
+                        self.requests.popleft()()
+                    if self.active:
+                        self._begin_step()
                 except Exception as error:
                     self.fault(error)
+
+    def change(self, changes: Mapping[str, Any]) -> str:
+        """Record by another plan from the next step on; see `Recorder.change`. Called between two steps."""
+        plan = self._plan.changed(changes)
+        layers = layers_of(self._roots())
+        chosen = choose(layers, plan.layers, containers=plan.containers)
+        before, after = self._plan.as_json(), plan.as_json()
+        different = {name: value for name, value in after.items() if value != before[name]}
+        if not different:
+            return "that is the plan already"
+        self._plan = plan
+        self._hooks.remove()
+        self._hooks.choose(chosen, plan.kinds)
+        self._choose_ops(layers)
+        if self._capture.follow(plan):
+            self._hooks.forget_streams()
+        self._parameters.close()
+        self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
+        self._parameters.choose(layers)
+        self._clock.be_last()
+        self._ring.facts["model"] = describe(layers, chosen)
+        self._ring.facts["plan"] = after
+        words = ", ".join(f"{name} {_words(before[name])} -> {_words(value)}" for name, value in different.items())
+        self._noted.discard((None, f"the plan was changed: {words}"))  # it may be changed back and forth
+        self.note(None, f"the plan was changed: {words}", time=round(time.time(), 3), plan=after)
+        return f"from step {self.step_number} on: {words}"
+
+    def _roots(self) -> dict[str, nn.Module]:
+        return {name: model for name, reference in self._models.items() if (model := reference()) is not None}
+
+    def facts(self) -> dict[str, Any]:
+        """Return how far the recording is, for whoever looks from another thread."""
+        now = time.perf_counter()
+        stopped = False
+        with contextlib.suppress(ValueError):  # the ring was given back meanwhile
+            stopped = bool(self._ring.control.stop_tensors)
+        return {
+            "step": self.step_number,
+            "step_s": round(now - self._began, 3),
+            "steps_per_s": round(self.step_number / max(now - self._since, 1e-9), 3),
+            "tensors_stopped": stopped,
+            "plan": self._plan.as_json(),
+        }
 
     def _begin_step(self) -> None:
         self._began = time.perf_counter()
@@ -240,7 +295,11 @@ class Recording:
             return
         self._told_of_nothing = True
         called = any(self._clock.forwards)
-        cause = likely_cause(called=called, kinds=self._plan.kinds, notes=sorted(self._noted))
+        cause = likely_cause(
+            called=called,
+            kinds=self._plan.kinds,
+            notes=sorted((layer, note) for layer, note in self._noted if layer is not None),
+        )
         self._ring.facts.setdefault("notes", []).append(
             {"step": self.step_number, "layer": None, "note": f"the step has no record: {cause}"}
         )
@@ -326,6 +385,10 @@ def is_recorded(model: nn.Module) -> bool:
         recording.active and any(reference() is model for reference in recording._models.values())
         for recording in _recordings
     )
+
+
+def _words(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -116,6 +116,10 @@ class Writer:
         self._control.released = messages[-1][0]
 
     def _take_facts(self, facts: dict[str, Any]) -> None:
+        if "plan" in facts:
+            self._plan = facts["plan"]
+            if self._plan["tensors"] and self._store is None:
+                self._store = open_writer(self._plan["store"], self._directory)
         if "model" in facts:
             _write_model_file(self._directory, facts["model"])
         self._add_streams(facts.get("streams", ()))
