@@ -34,6 +34,7 @@ class Plan:
         clock: what ends a step; "given" stands for an optimizer that was passed.
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system that is left free, likewise.
+        restart: how many times another writer process is started when it dies.
     """
 
     layers: tuple[str, ...] = ("*",)
@@ -47,6 +48,7 @@ class Plan:
     clock: str = "optimizer"
     max_bytes: int = 50 * 10**9
     keep_free: float = 0.1
+    restart: int = 1
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -57,8 +59,8 @@ class Plan:
             _one_of("kind", kind, KINDS)
         _one_of("store", self.store, STORES)
         _one_of("when_full", self.when_full, WHEN_FULL)
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise AttachError(f"every is {self.every!r}; it takes a whole number of steps from 1.")
+        _whole("every", self.every, 1, "steps")
+        _whole("restart", self.restart, 0, "times")
         if not 0 <= self.keep_free < 1:
             raise AttachError(f"keep_free is {self.keep_free!r}; it is a share of the file system, from 0 up to 1.")
 
@@ -110,3 +112,8 @@ def as_tuple(what: str, names: str | Iterable[str]) -> tuple[str, ...]:
 def _one_of(what: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise AttachError(f"There is no {what} {value!r}; there are {', '.join(repr(choice) for choice in choices)}.")
+
+
+def _whole(what: str, value: object, least: int, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise AttachError(f"{what} is {value!r}; it takes a whole number of {unit} from {least}.")

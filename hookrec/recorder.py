@@ -37,6 +37,7 @@ def attach(
     clock: str | Optimizer = "optimizer",
     max_bytes: str | int = "50GB",
     keep_free: float = 0.1,
+    restart: int = 1,
 ) -> "Recorder":
     """Record what flows through the layers of a model.
 
@@ -62,6 +63,7 @@ def attach(
             "forward" (a forward pass of the model begins a step) or "manual" (`step()`).
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system to leave free, likewise.
+        restart: how many times another writer process is started when it dies; it goes on in the same trace.
 
     Returns:
         The recorder, which is a context manager.
@@ -81,6 +83,7 @@ def attach(
         clock=clock if isinstance(clock, str) else "given",
         max_bytes=parse_bytes(max_bytes),
         keep_free=keep_free,
+        restart=restart,
     )
     return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
 
@@ -110,7 +113,7 @@ class Recorder:
                 "model": describe(layers, chosen),
                 "trace": _identity() if rank_directory.name == "rank-00000" else None,
             }
-            writer = WriterProcess(config, plan.ring_bytes)
+            writer = WriterProcess(config, plan.ring_bytes, plan.restart)
             stack.pop_all()
         try:
             self._recording = Recording(models, layers, chosen, plan, clock, writer)

@@ -116,7 +116,7 @@ class Recording:
                 why = "The trace can no longer be written; the disk may be full. What was committed before is there."
             else:
                 why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                if not self._writer.is_alive():
+                if not isinstance(error, WriterGone) and not self._writer.is_alive():
                     why += f" (the writer's last words: {self._writer.last_words()})"
             self._failed = True
             self.end("failed", why)
@@ -236,7 +236,7 @@ class Recording:
             self._books["recorded_steps"] += 1
         if scalars:
             self._add_scalars(self.step_number, scalars)
-        self._ring.facts["commit"] = True
+        self._ring.facts["commit"] = self.step_number
         if self._capture.ring_was_full:
             self._ring.facts["drop_tensors"] = True
         self._capture.records = 0

@@ -43,6 +43,8 @@ WHY_NOT_KEPT = {
     4: "dropped: the limit on bytes or free space was reached",
     5: "dropped: the store could not be written",
     6: "its dtype or layout cannot be stored",
+    7: "flight mode: no trigger",
+    8: "lost: the writer process died before the commit",
 }
 
 RECORD_SCHEMA = pa.schema(
