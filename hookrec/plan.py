@@ -12,6 +12,7 @@ KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", 
 DEFAULT_KINDS = ("output", "grad_output")
 STORES = ("zarr",)
 WHEN_FULL = ("block", "skip")
+DEFAULT_TRIGGERS = ("n_nan > 0",)
 CLOCKS = ("optimizer", "forward", "manual")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -35,6 +36,12 @@ class Plan:
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system that is left free, likewise.
         restart: how many times another writer process is started when it dies.
+        flight: how many steps before that of a trigger are kept in flight mode; None if that is off.
+        after: how many steps after it.
+        triggers: conditions at which the steps are written.
+        trigger_rest: steps after which the same condition may fire again.
+        trigger_limit: how often it may.
+        signals: names of signals that are triggers.
     """
 
     layers: tuple[str, ...] = ("*",)
@@ -49,6 +56,12 @@ class Plan:
     max_bytes: int = 50 * 10**9
     keep_free: float = 0.1
     restart: int = 1
+    flight: int | None = None
+    after: int = 5
+    triggers: tuple[str, ...] = ()
+    trigger_rest: int = 100
+    trigger_limit: int = 10
+    signals: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -61,8 +74,25 @@ class Plan:
         _one_of("when_full", self.when_full, WHEN_FULL)
         _whole("every", self.every, 1, "steps")
         _whole("restart", self.restart, 0, "times")
+        self._check_flight()
         if not 0 <= self.keep_free < 1:
             raise AttachError(f"keep_free is {self.keep_free!r}; it is a share of the file system, from 0 up to 1.")
+
+    def _check_flight(self) -> None:
+        if self.flight is None:
+            if self.triggers or self.signals:
+                raise AttachError("triggers and signals are of flight mode; pass flight=5 to keep five steps, or more.")
+            return
+        if not self.tensors:
+            raise AttachError("flight mode keeps tensors; leave out tensors=False, or flight.")
+        _whole("flight", self.flight, 1, "steps")
+        _whole("after", self.after, 0, "steps")
+        _whole("trigger_rest", self.trigger_rest, 0, "steps")
+        _whole("trigger_limit", self.trigger_limit, 1, "times")
+        from hookrec.conditions import Condition
+
+        for trigger in self.triggers:
+            Condition(trigger)
 
     def samples(self, step: int) -> bool:
         """Whether the step is recorded."""

@@ -17,8 +17,10 @@ from hookrec.clock import check as check_clock
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.parameters import KINDS as PARAMETER_KINDS
-from hookrec.plan import Plan, as_tuple, parse_bytes
+from hookrec.plan import DEFAULT_TRIGGERS, Plan, as_tuple, parse_bytes
 from hookrec.recording import Recording, is_recorded
+from hookrec.signals import Signals
+from hookrec.signals import check as check_signals
 from hookrec.writer_process import WriterProcess
 
 
@@ -38,6 +40,12 @@ def attach(
     max_bytes: str | int = "50GB",
     keep_free: float = 0.1,
     restart: int = 1,
+    flight: int | None = None,
+    after: int = 5,
+    triggers: str | Iterable[str] | None = None,
+    trigger_rest: int = 100,
+    trigger_limit: int = 10,
+    signals: str | Iterable[str] = (),
 ) -> "Recorder":
     """Record what flows through the layers of a model.
 
@@ -64,6 +72,15 @@ def attach(
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system to leave free, likewise.
         restart: how many times another writer process is started when it dies; it goes on in the same trace.
+        flight: flight mode: statistics of each step, and tensors only around a trigger: of its step, of so many
+            recorded steps before it, and of `after` steps after it. An exception that ends the training and the death
+            of the process are triggers too. The ring must hold `flight` + 2 steps.
+        after: in flight mode, how many steps after a trigger are kept.
+        triggers: conditions on statistics and logged numbers, such as "l2 > 1e4" or "loss > 3 * median(loss, 100)";
+            "n_nan > 0" if not given.
+        trigger_rest: steps after which a condition that was false in between may fire again.
+        trigger_limit: how often a condition may fire.
+        signals: names of signals that are triggers, such as "SIGUSR1"; earlier handlers are called as before.
 
     Returns:
         The recorder, which is a context manager.
@@ -84,6 +101,14 @@ def attach(
         max_bytes=parse_bytes(max_bytes),
         keep_free=keep_free,
         restart=restart,
+        flight=flight,
+        after=after,
+        triggers=as_tuple(
+            "triggers", (DEFAULT_TRIGGERS if flight is not None else ()) if triggers is None else triggers
+        ),
+        trigger_rest=trigger_rest,
+        trigger_limit=trigger_limit,
+        signals=as_tuple("signals", signals),
     )
     return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
 
@@ -97,6 +122,7 @@ class Recorder:
 
     def __init__(self, models: Mapping[str, nn.Module], path: Path, plan: Plan, clock: str | Optimizer) -> None:
         check_clock(clock)
+        check_signals(plan.signals)
         for name, model in models.items():
             if is_recorded(model):
                 which = f"The model {name!r}" if name else "The model"
@@ -120,6 +146,7 @@ class Recorder:
         except BaseException:
             writer.wait()
             raise
+        self._signals = Signals(plan.signals, self._recording.trigger_soon)
         self._waited = False
         # This also keeps a recorder alive that nobody holds: hookrec.attach(model, path) as a line of its own records.
         atexit.register(self._at_exit)
@@ -171,12 +198,25 @@ class Recorder:
                 raise TypeError(f"log({name}=…) takes a number or a tensor of one element, not {value!r:.80}") from None
             self._recording.log(name, number)
 
+    def trigger(self, why: str) -> None:
+        """Keep the tensors of the last steps and of the next ones, in flight mode; else leave a note.
+
+        Args:
+            why: the reason, which is written into the trace.
+
+        Raises:
+            DetachedError: the recorder was detached.
+        """
+        self._check_attached("trigger")
+        self._recording.trigger("call", str(why))
+
     def detach(self) -> None:
         """Stop recording, write what is under way, seal the trace, and leave the model as it was. May be repeated."""
         self._detach(None)
 
     def _detach(self, error: BaseException | None) -> None:
         atexit.unregister(self._at_exit)
+        self._signals.close()
         if error is None:
             self._recording.end("detached", None)
         else:

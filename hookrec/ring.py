@@ -146,6 +146,7 @@ class Ring:
         self.facts: dict[str, Any] = {}
         self.wait_s = 0.0
         self.high_water_bytes = 0
+        self.step_bytes = 0
         self._head = 0
         self._floor = 0  # what lies below was passed over while the ring was empty
         self._sent = 0
@@ -202,6 +203,7 @@ class Ring:
             if position is None:
                 return None
         self._head = position + padded
+        self.step_bytes += padded
         self.high_water_bytes = max(self.high_water_bytes, self._head - max(self.control.released, self._floor))
         return PAGE + position % self.size
 

@@ -30,8 +30,9 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from hookrec.held import Held
 from hookrec.resume import Message, Predecessor
-from hookrec.ring import KEPT, LIMIT, MESSAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
+from hookrec.ring import KEPT, LIMIT, MESSAGE, PAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
 from replay import format as trace_format
 from replay.format import STATISTICS, Locations, Stream
 from replay.log import LogWriter
@@ -148,6 +149,8 @@ class Writer:
             self._scalars_file.write(json.dumps(line) + "\n")
         if "scalars" in facts:
             self._scalars_file.flush()
+        for reason in facts.get("triggers", ()):  # in flight mode they go another way
+            self.note(f"trigger at step {reason['step']}: {reason['why']}")
         self.end = facts.get("end", self.end)
 
     def _add_streams(self, streams: Any) -> None:
@@ -319,11 +322,17 @@ def main(memory_fd: int, socket_fd: int) -> int:
             return 1
         connection.sendall(b"{}\n")
         try:
+            held = None
+            if config["plan"]["flight"] is not None:
+                held = Held(directory, config["plan"], len(memory) - PAGE, writer, before)
             for messages in _Source(connection, training, len(memory)):
+                if held is not None:
+                    held.take(messages)
+                    continue
                 needed = any("need" in facts for _, _, facts in messages)
-                if before is not None:
-                    messages = before.only_new(messages)
-                writer.take(messages, let_go=needed)
+                writer.take(messages if before is None else before.only_new(messages), let_go=needed)
+            if held is not None:
+                held.finish()
         except OSError as error:
             Control(memory).failed = True
             writer.end = {"how": "failed", "detail": f"the trace could not be written: {error}", "books": {}}

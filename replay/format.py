@@ -26,6 +26,7 @@ MODEL_FILE = "model.json"
 STREAMS_FILE = "streams.jsonl"
 SCALARS_FILE = "scalars.jsonl"
 NOTES_FILE = "notes.jsonl"
+TRIGGERS_FILE = "triggers.jsonl"
 LOCK_FILE = "writer.lock"
 END_FILE = "end.json"
 STORE_DIRECTORIES = {"zarr": "tensors.zarr"}
