@@ -264,10 +264,11 @@ class Recording:
         fits = steps_that_fit(self._ring.size, step_bytes)
         if fits < wanted and not self._told_of_room:
             self._told_of_room = True
-            room = f"holds {fits} steps before that of a trigger" if fits >= 0 else "does not hold one step whole"
+            room = f"has room for {fits} before that of a trigger" if fits >= 0 else "cannot hold that of a trigger"
             why = (
-                f"the ring of {self._ring.size / 1e6:,.0f} MB {room}, and flight={wanted}: step {self.step_number} has "
-                f"{step_bytes / 1e6:,.1f} MB. ring='{ring_for(wanted, step_bytes) / 1e6:,.0f}MB' holds all of them"
+                f"of the steps that flight={wanted} asks for, a ring of {self._ring.size / 1e6:,.0f} MB {room}: step "
+                f"{self.step_number} has {step_bytes / 1e6:,.1f} MB. "
+                f"ring='{-(-ring_for(wanted, step_bytes) // 10**6)}MB' holds all of them"
             )
             self.note("", why)
             warn(f"{why}.")

@@ -39,7 +39,7 @@ STATISTICS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero", "min", "max", 
 KEPT = 0
 WHY_NOT_KEPT = {
     1: "statistics only, as the plan says",
-    2: 'dropped: the ring was full (when_full="skip")',
+    2: "dropped: the ring was full",
     3: "dropped: larger than the ring",
     4: "dropped: the limit on bytes or free space was reached",
     5: "dropped: the store could not be written",

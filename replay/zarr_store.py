@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import json
 import os
+import resource
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -251,13 +252,14 @@ class _Files:
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
         self._fds: OrderedDict[Path, int] = OrderedDict()
+        self._most = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def _fd(self, path: Path, direct: bool) -> int:
         fd = self._fds.get(path)
         if fd is not None:
             self._fds.move_to_end(path)
             return fd
-        if len(self._fds) >= _OPEN_FILES:
+        if len(self._fds) >= self._most:
             self._close(self._fds.popitem(last=False)[1])
         try:
             fd = os.open(path, self._flags | (os.O_DIRECT if direct else 0), 0o666)
