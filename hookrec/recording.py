@@ -299,7 +299,7 @@ class Recording:
             self._hooks.close()
             self._parameters.close()
             with contextlib.suppress(Exception):
-                if how != "failed" and (self._capture.records or self._scalars):
+                if how != "failed" and (self._capture.records or self._scalars or self._signals):
                     self._send_step()
                 books = {name: round(value, 6) for name, value in self._books.items()}
                 self._ring.facts["end"] = {"how": how, "detail": detail, "books": books}
