@@ -17,6 +17,7 @@ DEFAULT_KINDS = ("output", "grad_output")
 STORES = ("zarr", "hdf5")
 COMPRESSIONS = (None, "zstd", "lz4", "blosc")
 WHEN_FULL = ("block", "skip")
+DEFAULT_TRIGGERS = ("n_nan > 0",)
 CLOCKS = ("optimizer", "forward", "manual")
 
 CHANGEABLE = ("layers", "containers", "kinds", "every", "tensors", "when_full")
@@ -44,6 +45,13 @@ class Plan:
         clock: what ends a step; "given" stands for an optimizer that was passed.
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system that is left free, likewise.
+        restart: how many times another writer process is started when it dies.
+        flight: how many steps before that of a trigger are kept in flight mode; None if that is off.
+        after: how many steps after it.
+        triggers: conditions at which the steps are written.
+        trigger_rest: steps after which the same condition may fire again.
+        trigger_limit: how often it may.
+        signals: names of signals that are triggers.
     """
 
     layers: tuple[str, ...] = ("*",)
@@ -59,6 +67,13 @@ class Plan:
     clock: str = "optimizer"
     max_bytes: int = 50 * 10**9
     keep_free: float = 0.1
+    restart: int = 1
+    flight: int | None = None
+    after: int = 5
+    triggers: tuple[str, ...] = ()
+    trigger_rest: int = 100
+    trigger_limit: int = 10
+    signals: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -78,14 +93,31 @@ class Plan:
         _one_of("when_full", self.when_full, WHEN_FULL)
         if self.clock != "given":
             _one_of("clock", self.clock, CLOCKS)
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise AttachError(f"every is {self.every!r}; it takes a whole number of steps from 1.")
+        _whole("every", self.every, 1, "steps")
+        _whole("restart", self.restart, 0, "times")
+        self._check_flight()
         if (
             isinstance(self.keep_free, bool)
             or not isinstance(self.keep_free, (int, float))
             or not 0 <= self.keep_free < 1
         ):
             raise AttachError(f"keep_free is {self.keep_free!r}; it is a share of the file system, from 0 up to 1.")
+
+    def _check_flight(self) -> None:
+        if self.flight is None:
+            if self.triggers or self.signals:
+                raise AttachError("triggers and signals are of flight mode; pass flight=5 to keep five steps, or more.")
+            return
+        if not self.tensors:
+            raise AttachError("flight mode keeps tensors; leave out tensors=False, or flight.")
+        _whole("flight", self.flight, 1, "steps")
+        _whole("after", self.after, 0, "steps")
+        _whole("trigger_rest", self.trigger_rest, 0, "steps")
+        _whole("trigger_limit", self.trigger_limit, 1, "times")
+        from hookrec.conditions import Condition
+
+        for trigger in self.triggers:
+            Condition(trigger)
 
     def samples(self, step: int) -> bool:
         """Whether the step is recorded."""
@@ -125,12 +157,20 @@ def plan_of(
     clock: str = "optimizer",
     max_bytes: str | int = "50GB",
     keep_free: float = 0.1,
+    restart: int = 1,
+    flight: int | None = None,
+    after: int = 5,
+    triggers: str | Iterable[str] | None = None,
+    trigger_rest: int = 100,
+    trigger_limit: int = 10,
+    signals: str | Iterable[str] = (),
 ) -> Plan:
     """Return the plan that is meant by the arguments of `attach`, which are described there.
 
     Raises:
         AttachError: one of them will not do.
     """
+    default_triggers = DEFAULT_TRIGGERS if flight is not None else ()
     return Plan(
         layers=as_tuple("layers", layers),
         containers=_boolean("containers", containers),
@@ -145,6 +185,13 @@ def plan_of(
         clock=clock,
         max_bytes=parse_bytes(max_bytes),
         keep_free=keep_free,
+        restart=restart,
+        flight=flight,
+        after=after,
+        triggers=as_tuple("triggers", default_triggers if triggers is None else triggers),
+        trigger_rest=trigger_rest,
+        trigger_limit=trigger_limit,
+        signals=as_tuple("signals", signals),
     )
 
 
@@ -218,3 +265,8 @@ def _boolean(what: str, value: object) -> bool:
 def _one_of(what: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise AttachError(f"There is no {what} {value!r}; there are {', '.join(repr(choice) for choice in choices)}.")
+
+
+def _whole(what: str, value: object, least: int, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise AttachError(f"{what} is {value!r}; it takes a whole number of {unit} from {least}.")

@@ -22,6 +22,8 @@ from hookrec.ops import check as check_ops
 from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.plan import Plan, plan_of
 from hookrec.recording import Recording, is_recorded
+from hookrec.signals import Signals
+from hookrec.signals import check as check_signals
 from hookrec.writer_process import WriterProcess
 
 
@@ -42,6 +44,13 @@ def attach(
     clock: str | Optimizer = "optimizer",
     max_bytes: str | int = "50GB",
     keep_free: float = 0.1,
+    restart: int = 1,
+    flight: int | None = None,
+    after: int = 5,
+    triggers: str | Iterable[str] | None = None,
+    trigger_rest: int = 100,
+    trigger_limit: int = 10,
+    signals: str | Iterable[str] = (),
 ) -> "Recorder":
     """Record what flows through the layers of a model.
 
@@ -71,6 +80,16 @@ def attach(
             "forward" (a forward pass of the model begins a step) or "manual" (`step()`).
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system to leave free, likewise.
+        restart: how many times another writer process is started when it dies; it goes on in the same trace.
+        flight: flight mode: statistics of each step, and tensors only around a trigger: of its step, of so many
+            recorded steps before it, and of `after` steps after it. An exception that ends the training and the death
+            of the process are triggers too. The ring must hold `flight` + 2 steps.
+        after: in flight mode, how many steps after a trigger are kept.
+        triggers: conditions on statistics and logged numbers, such as "l2 > 1e4" or "loss > 3 * median(loss, 100)";
+            "n_nan > 0" if not given.
+        trigger_rest: steps after which a condition that was false in between may fire again.
+        trigger_limit: how often a condition may fire.
+        signals: names of signals that are triggers, such as "SIGUSR1"; earlier handlers are called as before.
 
     Returns:
         The recorder, which is a context manager.
@@ -92,6 +111,13 @@ def attach(
         clock=clock if isinstance(clock, str) else "given",
         max_bytes=max_bytes,
         keep_free=keep_free,
+        restart=restart,
+        flight=flight,
+        after=after,
+        triggers=triggers,
+        trigger_rest=trigger_rest,
+        trigger_limit=trigger_limit,
+        signals=signals,
     )
     return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
 
@@ -106,6 +132,7 @@ class Recorder:
     def __init__(self, models: Mapping[str, nn.Module], path: Path, plan: Plan, clock: str | Optimizer) -> None:
         check_clock(clock)
         check_ops(plan.ops)
+        check_signals(plan.signals)
         for name, model in models.items():
             if is_recorded(model):
                 which = f"The model {name!r}" if name else "The model"
@@ -122,7 +149,7 @@ class Recorder:
                 "model": describe(layers, chosen),
                 "trace": _identity() if rank_directory.name == "rank-00000" else None,
             }
-            writer = WriterProcess(config, plan.ring_bytes)
+            writer = WriterProcess(config, plan.ring_bytes, plan.restart)
             stack.pop_all()
         try:
             self._recording = Recording(models, layers, chosen, plan, clock, writer)
@@ -130,6 +157,7 @@ class Recorder:
             writer.wait()
             raise
         self._waiting = threading.Lock()
+        self._signals = Signals(plan.signals, self._recording.trigger_soon)
         self._waited = False
         if (why := heard(self)) is not None:
             self._recording.note(None, f"this recording cannot be controlled from outside: {why}")
@@ -231,12 +259,25 @@ class Recorder:
                 raise TypeError(f"log({name}=…) takes a number or a tensor of one element, not {value!r:.80}") from None
             self._recording.log(name, number)
 
+    def trigger(self, why: str) -> None:
+        """Keep the tensors of the last steps and of the next ones, in flight mode; else leave a note.
+
+        Args:
+            why: the reason, which is written into the trace.
+
+        Raises:
+            DetachedError: the recorder was detached.
+        """
+        self._check_attached("trigger")
+        self._recording.trigger("call", str(why))
+
     def detach(self) -> None:
         """Stop recording, write what is under way, seal the trace, and leave the model as it was. May be repeated."""
         self._detach(None)
 
     def _detach(self, error: BaseException | None) -> None:
         unheard(self)
+        self._signals.close()
         if error is None:
             self._recording.end("detached", None)
         else:

@@ -24,6 +24,7 @@ from hookrec.calls import Call, Named
 from hookrec.capture import Capture
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
+from hookrec.flight import ring_for, steps_that_fit
 from hookrec.guard import Guard
 from hookrec.hooks import Hooks
 from hookrec.layers import Layer, choose, describe, layers_of
@@ -74,7 +75,8 @@ class Recording:
         self._noted: set[tuple[str | None, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
         self._between = False  # whether a step has ended and no forward pass has begun since
-        self._told_to_stop = self._told_of_nothing = False
+        self._told_to_stop = self._told_of_nothing = self._told_of_room = False
+        self._signals: list[str] = []
         self._since = self._began = time.perf_counter()
         self._books = {"recorded_steps": 0, "hook_s": 0.0, "capture_s": 0.0, "wait_s": 0.0, "step_s": 0.0}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
@@ -132,7 +134,7 @@ class Recording:
                 why = "The trace can no longer be written; the disk may be full. What was committed before is there."
             else:
                 why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                if not self._writer.is_alive():
+                if not isinstance(error, WriterGone) and not self._writer.is_alive():
                     why += f" (the writer's last words: {self._writer.last_words()})"
             self._failed = True
             self.end("failed", why)
@@ -152,6 +154,16 @@ class Recording:
                 self._add_scalars(self.step_number - 1, {name: value})
             else:
                 self._scalars[name] = value
+
+    def trigger(self, by: str, why: str) -> None:
+        """Take a trigger; like a number it belongs to the step that ended, until the next forward pass."""
+        with self._capture.lock:
+            step = self.step_number - self._between
+            self._ring.facts.setdefault("triggers", []).append({"step": step, "by": by, "why": why})
+
+    def trigger_soon(self, signal_name: str) -> None:
+        """Take a trigger of a signal. Its handler may run in the middle of ours, so it is sent when the step ends."""
+        self._signals.append(signal_name)
 
     def _log_own(self, name: str, value: float) -> None:
         """Take a number that the recorder itself has to say of a step, if it is recorded."""
@@ -283,7 +295,7 @@ class Recording:
             self._guard.call(self._parameters.end_step)
             self._look_for_records()
             self._logged = set(self._scalars)
-            if self._capture.records or self._scalars or self._ring.facts:
+            if self._capture.records or self._scalars or self._ring.facts or self._signals:
                 self._send_step()
             self.step_number += 1
             self._between = True
@@ -306,6 +318,10 @@ class Recording:
         warn(f"step {self.step_number} has no record: {cause} Later steps are not warned of.")
 
     def _send_step(self) -> None:
+        while self._signals:
+            self.trigger("signal", self._signals.pop(0))
+        if self._plan.flight is not None:
+            self._look_at_room(self._plan.flight)
         scalars, self._scalars = self._scalars, {}
         if self._capture.records:
             now = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
@@ -319,11 +335,26 @@ class Recording:
             self._books["recorded_steps"] += 1
         if scalars:
             self._add_scalars(self.step_number, scalars)
-        self._ring.facts["commit"] = True
+        self._ring.facts["commit"] = self.step_number
         if self._capture.ring_was_full:
             self._ring.facts["drop_tensors"] = True
         self._capture.records = 0
         self._ring.send()
+
+    def _look_at_room(self, wanted: int) -> None:
+        """Warn once if the ring is too small for the steps of flight mode."""
+        step_bytes, self._ring.step_bytes = self._ring.step_bytes, 0
+        fits = steps_that_fit(self._ring.size, step_bytes)
+        if fits < wanted and not self._told_of_room:
+            self._told_of_room = True
+            room = f"has room for {fits} before that of a trigger" if fits >= 0 else "cannot hold that of a trigger"
+            why = (
+                f"of the steps that flight={wanted} asks for, a ring of {self._ring.size / 1e6:,.0f} MB {room}: step "
+                f"{self.step_number} has {step_bytes / 1e6:,.1f} MB. "
+                f"ring='{-(-ring_for(wanted, step_bytes) // 10**6)}MB' holds all of them"
+            )
+            self.note("", why)
+            warn(f"{why}.")
 
     def _look_at_writer(self) -> None:
         """Warn once of what the writer has to say."""
@@ -356,7 +387,7 @@ class Recording:
             self._hooks.close()
             self._parameters.close()
             with contextlib.suppress(Exception):
-                if how != "failed" and (self._capture.records or self._scalars):
+                if how != "failed" and (self._capture.records or self._scalars or self._signals):
                     self._send_step()
                 books = {name: round(value, 6) for name, value in self._books.items()}
                 self._ring.facts["end"] = {"how": how, "detail": detail, "books": books}
