@@ -58,6 +58,10 @@ class Controlled(Protocol):
         """Change the plan; return what is different now."""
         ...
 
+    def trigger(self, why: str) -> None:
+        """Keep the tensors of the last steps and of the next ones."""
+        ...
+
     def finish(self) -> Callable[[], None]:
         """Stop recording; return what waits until the trace is sealed."""
         ...
@@ -192,7 +196,9 @@ class Listener:
         if command in ("set", "trigger", "detach"):
             recorder = self._chosen(request.get("trace"))
             do = getattr(self, f"_{command}")(recorder, request)
-            return self._queue(recorder.at_boundary, lambda number: self._finish(number, do))
+            return self._queue(
+                recorder.at_boundary, lambda number: self._finish(number, lambda: _if_active(recorder, do))
+            )
         raise Refused(f"There is no command {command!r}; there are status, set, trigger, detach, attach, result.")
 
     def _queue(self, queue: Callable[[Callable[[], None]], None], do: Callable[[int], None]) -> dict[str, Any]:
@@ -248,12 +254,14 @@ class Listener:
 
     def _trigger(self, recorder: Controlled, request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         why = _member(request, "why", str)
-        trigger = getattr(recorder, "trigger", None)
-        if trigger is None:
-            raise Refused(f"The recorder of {recorder.path} has nothing to trigger: it keeps no past steps in memory.")
+        if recorder.facts()["plan"]["flight"] is None:
+            raise Refused(
+                f"The recorder of {recorder.path} has nothing to trigger: it keeps no past steps in memory. "
+                "Attach with flight=5 to keep five."
+            )
 
         def do() -> dict[str, Any]:
-            trigger(why)
+            recorder.trigger(why)
             return {"message": f"triggered: {why}"}
 
         return do
@@ -327,6 +335,12 @@ class Listener:
 
         if not hear():
             threading.Thread(target=hear_later, name="hookrec-later", daemon=True).start()
+
+
+def _if_active(recorder: Controlled, do: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    if not recorder.active:
+        raise Refused(f"The recording into {recorder.path} ended before that could be done.")
+    return do()
 
 
 def _member(request: dict[str, Any], name: str, kind: type) -> Any:

@@ -231,6 +231,7 @@ class Recorder:
 
     def finish(self) -> Callable[[], None]:
         """Stop recording; return what waits until the trace is sealed. Used where the training must not wait."""
+        self._signals.close()
         self._recording.end("detached", None)
         return self._wait
 
@@ -239,6 +240,7 @@ class Recorder:
             if not self._waited:
                 self._recording.wait()
                 self._waited = True
+        self._recording.answer_requests()
         atexit.unregister(self._at_exit)
 
     def log(self, **values: float | Tensor) -> None:

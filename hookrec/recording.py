@@ -224,8 +224,7 @@ class Recording:
             if self.active:
                 try:
                     self._end_step()
-                    while self.requests:
-                        self.requests.popleft()()
+                    self.answer_requests()
                     if self.active:
                         self._begin_step()
                 except Exception as error:
@@ -259,6 +258,11 @@ class Recording:
 
     def _roots(self) -> dict[str, nn.Module]:
         return {name: model for name, reference in self._models.items() if (model := reference()) is not None}
+
+    def answer_requests(self) -> None:
+        """Do what was asked for meanwhile; between two steps, or when there will be none."""
+        while self.requests:
+            self.requests.popleft()()
 
     def facts(self) -> dict[str, Any]:
         """Return how far the recording is, for whoever looks from another thread."""

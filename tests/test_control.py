@@ -188,11 +188,35 @@ def test_a_listener_puts_no_hook_on_optimizers_until_it_is_asked(folder):
 
 
 def test_trigger_is_refused_where_there_is_nothing_to_trigger(tmp_path, folder):
-    with hookrec.attach(nn.Linear(1, 1), tmp_path / "a", keep_free=0) as recorder:
+    with hookrec.attach(nn.Linear(1, 1), tmp_path / "a", keep_free=0):
         result = command("trigger", PID, "why")
 
-    if not hasattr(recorder, "trigger"):
-        assert (result.exit_code, "nothing to trigger" in result.output) == (1, True)
+    assert (result.exit_code, "nothing to trigger" in result.output) == (1, True), result.output
+
+
+def test_trigger_keeps_the_steps_that_flight_mode_holds(tmp_path, folder):
+    training = Training()
+    with hookrec.attach(training.model, tmp_path / "a", flight=1, after=0, keep_free=0):
+        for _ in range(4):
+            training.step()
+        command("trigger", PID, "by hand", "--wait", "0.1")
+        for _ in range(4):
+            training.step()
+
+    trace = replay.open(tmp_path / "a")
+    assert [(trigger["by"], trigger["why"]) for trigger in trace.triggers] == [("call", "by hand")]
+    kept = trace.records(where="kept")["step"].to_pylist()
+    assert set(kept) == set(range(trace.triggers[0]["step"] - 1, trace.triggers[0]["step"] + 1))
+
+
+def test_a_request_that_waits_when_the_recording_ends_is_answered(tmp_path, folder):
+    training = Training()
+    hookrec.listen()
+    with hookrec.attach(training.model, tmp_path / "a", keep_free=0):
+        command("set", PID, "every=2", "--wait", "0.1")
+
+    facts = json.loads(command("status", PID, "--json").output)[0]
+    assert (facts["waiting"], facts["recorders"]) == ([], [])
 
 
 def test_of_two_recorders_one_is_chosen_by_its_trace(tmp_path, folder):
