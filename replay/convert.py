@@ -43,7 +43,7 @@ from replay.stores import STORES, StoreReader, StoreWriter, open_reader, open_wr
 from replay.trace import open as open_trace
 from replay.verify import verify_rank
 
-DROPPED_BEFORE, DAMAGED_BEFORE = 7, 8
+DROPPED_BEFORE, DAMAGED_BEFORE = 9, 10
 """Why a record of the copy has no tensor, where that of the original had one once."""
 
 Progress = Callable[[int, int], None]
