@@ -1,10 +1,11 @@
-"""The command `hookrec convert`: a trace in another store, with a bar on a terminal while it is written."""
+"""The command `hookrec convert`: a trace in another store, and how far it is while it is written."""
 
 import sys
 from pathlib import Path
 
 import click
 
+from replay.command_line import progress
 from replay.convert import convert
 from replay.format import CODECS
 from replay.stores import STORES
@@ -32,22 +33,9 @@ def convert_trace(trace: Path, target: Path, store: str, compression: str) -> No
 
     Until it is finished and verified the copy is TARGET.partial. After an interruption the same command goes on.
     """
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-    bar.disable = not console.is_terminal
     try:
-        with bar:
-            task = bar.add_task("records", total=None)
-            damaged = convert(
-                trace,
-                target,
-                store,
-                None if compression == "none" else compression,
-                lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        with progress("records") as tell:
+            damaged = convert(trace, target, store, None if compression == "none" else compression, tell)
     except OSError as error:
         raise click.ClickException(f"{target} cannot be written: {error}.") from None
     click.echo(

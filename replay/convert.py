@@ -106,9 +106,10 @@ def convert(source: Path, target: Path, store: str, compression: str | None, pro
         plan = {**identity["plan"], "store": store, "compression": compression}
         whole = {**identity, "plan": plan, "converted_from": came}
         write_whole(partial / TRACE_FILE, json.dumps(whole, indent=1) + "\n")
-        (partial / _PLAN).unlink()
+        # The claim goes last: without it, nobody could tell later whose directory this is, nor go on.
         (partial / LOCK_FILE).unlink()
         partial.rename(target)
+        (target / _PLAN).unlink()
     return damaged
 
 

@@ -284,6 +284,7 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
                     sources = [
                         (
                             source.file_name,
+                            source.dset_name.replace("%%", "%"),  # as it is given to HDF5, a format
                             source.vspace.get_select_bounds()[0][0],
                             source.src_space.get_select_bounds(),
                         )
@@ -298,13 +299,18 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
         yield path, f"HDF5 cannot read it: {error}"
 
 
-def _sources(stream: Stream, count: int, parts: Sequence[_Part]) -> Iterator[tuple[str, int, Any]]:
-    """Yield what the virtual dataset of a stream is made of: file, first row, and what is selected in the file."""
+def _sources(stream: Stream, count: int, parts: Sequence[_Part]) -> Iterator[tuple[str, str, int, Any]]:
+    """Yield what the virtual dataset of a stream is made of: file, dataset, first row, and what is selected in it."""
     for part in parts:
         rows = min(part.rows, count - part.first)
         if rows > 0:
             zeros = (0, *(0 for _ in stream.shape))
-            yield part.path.name, part.first, (zeros, (rows - 1, *(n - 1 for n in stream.shape)))
+            yield (
+                part.path.name,
+                _dataset_name(stream).decode(),
+                part.first,
+                (zeros, (rows - 1, *(n - 1 for n in stream.shape))),
+            )
 
 
 def _wrong_attribute(data: Any, stream: Stream) -> str | None:

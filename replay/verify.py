@@ -2,8 +2,8 @@
 
 Tensors and the log have checksums. The other files are small texts without one, so they are held to the format, to the
 log and to what the store says of the same streams. A number that was changed into another number in `scalars.jsonl`,
-`notes.jsonl`, `model.json` or `trace.json` cannot be told. What is damaged is named, and hides nothing else: so nothing
-here asks `Trace`, which wants its tables whole.
+`notes.jsonl`, `triggers.jsonl`, `model.json` or `trace.json` cannot be told. What is damaged is named, and hides
+nothing else: so nothing here asks `Trace`, which wants its tables whole.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars
+from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.dropping import Dropped, read_dropped
 from replay.errors import TraceDamaged
 from replay.format import (
@@ -30,6 +30,7 @@ from replay.format import (
     SENT_FILE,
     STREAMS_FILE,
     TRACE_FILE,
+    TRIGGERS_FILE,
     WHY_NOT_KEPT,
     Rows,
     Stream,
@@ -150,6 +151,7 @@ class _Rank:
         readers: tuple[tuple[str, Callable[[], Any]], ...] = (
             (MODEL_FILE, lambda: read_modules(self._directory)),
             (NOTES_FILE, lambda: read_notes(self._directory)),
+            (TRIGGERS_FILE, lambda: read_triggers(self._directory)),
             (SCALARS_FILE, scalars),
             (DROPPED_FILE, lambda: read_dropped(self._directory)),
         )

@@ -1,4 +1,4 @@
-"""The command `replay verify`: what is damaged, as lines or JSON, and a bar on a terminal while it reads."""
+"""The command `replay verify`: what is damaged, as lines or JSON, and how far it is while it reads."""
 
 import dataclasses
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from replay.command_line import json_option, print_json, trace_argument
+from replay.command_line import json_option, print_json, progress, trace_argument
 from replay.errors import ReplayError
 from replay.verify import Problem, verify
 
@@ -26,25 +26,18 @@ class _NoTrace(click.ClickException):
 @json_option
 def verify_trace(trace: Path, as_json: bool) -> None:
     """Read each file of a trace against its checksums, and name what is damaged."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
-
     found: list[Problem] = []
-    console = Console(stderr=True)
-    bar = Progress(*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn(), console=console)
-    bar.disable = not console.is_terminal
     count = 0
     try:
-        with bar:
-            task = bar.add_task("records", total=None)
+        with progress("records") as tell:
 
-            def progress(done: int, total: int) -> None:
+            def count_and_tell(done: int, total: int) -> None:
                 nonlocal count
                 count = done
                 if done % 64 == 0 or done == total:
-                    bar.update(task, completed=done, total=total)
+                    tell(done, total)
 
-            for problem in verify(trace, progress):
+            for problem in verify(trace, count_and_tell):
                 found.append(problem)
                 if not as_json:
                     click.echo(_line(problem))

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from click.testing import CliRunner
 
 import replay
 from hookrec.cli import main
+from replay.command_line import progress
 from replay.convert import convert
 from replay.dropping import drop, shards
 from replay.errors import CannotConvert, NotRecorded
+from replay.seal import seal
 from replay.verify import verify
 from tests.stored import write_stored
 
@@ -122,18 +125,21 @@ def test_dropped_tensors_stay_dropped_and_are_no_damage(tmp_path):
         assert trace.notes[-1]["note"].startswith("5 tensors were dropped by a quota")
 
 
-@pytest.mark.parametrize("store", ["zarr", "hdf5"])
-def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, store):
-    tensors = write_stored(tmp_path / "a", steps=30)
+@pytest.mark.parametrize(
+    ("store", "compression", "sealed"), [("zarr", None, True), ("zarr", "zstd", False), ("hdf5", None, True)]
+)
+def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, store, compression, sealed):
+    """A log that is not sealed comes in batches of three records, one that is in a single batch."""
+    tensors = write_stored(tmp_path / "a", steps=30, sealed=sealed)
     write_stored(tmp_path / "a", steps=4, rank=1)
     code = f"""
         import os, pathlib, signal
         import replay.convert as c
         c._BLOCK_ROWS = 10
         def progress(done, total):
-            if done == 40:
+            if done >= 40:
                 os.kill(os.getpid(), signal.SIGKILL)
-        c.convert(pathlib.Path("a"), pathlib.Path("b"), {store!r}, None, progress)
+        c.convert(pathlib.Path("a"), pathlib.Path("b"), {store!r}, {compression!r}, progress)
     """
     killed = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=_environment(), check=False
@@ -144,12 +150,84 @@ def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, store):
         replay.open(tmp_path / "b.partial")
     done = []
 
-    convert(tmp_path / "a", tmp_path / "b", store, None, lambda now, _: done.append(now))
+    convert(tmp_path / "a", tmp_path / "b", store, compression, lambda now, _: done.append(now))
 
-    assert done[0] == 90  # 40 were there, and what was left came in one block
+    assert done[0] == (90 if sealed else 45)  # 40, or 42, were there
     assert everything(tmp_path / "b", tensors)[:5] == everything(tmp_path / "a", tensors)[:5]
     assert list(verify(tmp_path / "b")) == []
     assert not (tmp_path / "b.partial").exists()
+
+
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+@pytest.mark.parametrize("where", ["replay.convert.seal", "replay.convert.verify_rank", "pathlib.Path.rename"])
+def test_an_interruption_at_the_end_is_resumed_too(tmp_path, monkeypatch, store, where):
+    tensors = write_stored(tmp_path / "a")
+    want = everything(tmp_path / "a", tensors)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            convert(tmp_path / "a", tmp_path / "b", store, None)
+    assert not (tmp_path / "b").exists()
+    convert(tmp_path / "a", tmp_path / "b", store, None)
+
+    assert everything(tmp_path / "b", tensors) == want
+    assert list(verify(tmp_path / "b")) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "b"}
+    assert {path.name for path in (tmp_path / "b").iterdir()} == {"trace.json", "rank-00000"}
+
+
+def test_a_copy_that_is_not_what_was_written_gets_no_name(tmp_path, monkeypatch):
+    write_stored(tmp_path / "a")
+
+    def seal_and_damage(rank, *facts):
+        seal(rank, *facts)
+        shard = rank / "tensors.zarr/0/output/data/c/0/0"
+        shard.write_bytes(bytes([shard.read_bytes()[0] ^ 1]) + shard.read_bytes()[1:])
+
+    monkeypatch.setattr("replay.convert.seal", seal_and_damage)
+    ended = CliRunner().invoke(main, ["convert", str(tmp_path / "a"), str(tmp_path / "b")])
+
+    assert (ended.exit_code, "is not what was written" in ended.stderr) == (1, True)
+    assert not (tmp_path / "b").exists()
+
+
+def test_progress_is_a_bar_on_a_terminal(tmp_path):
+    write_stored(tmp_path / "a")
+    ours, theirs = pty.openpty()
+
+    with os.fdopen(ours, "rb", 0) as terminal:
+        command = [sys.executable, "-m", "hookrec.cli", "convert", "a", "b"]
+        ended = subprocess.run(command, cwd=tmp_path, env=_environment(), stderr=theirs, check=False)
+        os.close(theirs)
+        shown = terminal.read(1 << 16).decode()
+
+    assert ended.returncode == 0
+    assert "records" in shown
+    assert "18/18" in shown
+    assert "━" in shown
+
+
+def test_progress_is_lines_now_and_then_where_there_is_no_terminal(capsys):
+    with progress("records", every_s=0) as tell:
+        tell(1_000, 2_000)
+    with progress("records") as tell:
+        tell(1, 2)
+
+    assert capsys.readouterr().err == "1,000 of 2,000 records\n"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+    write_stored(tmp_path / "a")
+    (tmp_path / "closed").mkdir(mode=0o500)
+
+    ended = CliRunner().invoke(main, ["convert", str(tmp_path / "a"), str(tmp_path / "closed/b")])
+
+    assert (ended.exit_code, "cannot be written" in ended.stderr) == (1, True)
 
 
 def _environment():

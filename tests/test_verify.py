@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -112,6 +113,30 @@ def test_a_swapped_name_in_the_table_of_streams_is_refused_by_the_reader(tmp_pat
 
     with pytest.raises(ReplayError, match="location"):
         replay.open(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "first"), [("0/output/data", 1), ("nothing/data", 0)])
+def test_a_virtual_dataset_that_shows_other_rows_is_named(tmp_path, name, first):
+    """Only other libraries read by it; ours read the segments."""
+    write_stored(tmp_path, "hdf5")
+    master = tmp_path / "rank-00000/tensors.h5"
+    with h5py.File(master, "r+") as file:
+        attributes = dict(file["0/output/data"].attrs)
+        layout = h5py.VirtualLayout((5, 40), "<f4")
+        layout[:] = h5py.VirtualSource("tensors-00000.h5", name, (65_536, 40))[first : first + 5]
+        del file["0/output/data"]
+        file["0/output"].create_virtual_dataset("data", layout).attrs.update(
+            {key: attributes[key] for key in ("layer", "kind", "path", "dtype")}
+        )
+
+    assert [(p.file, "join" in p.message) for p in damages(tmp_path)] == [("rank-00000/tensors.h5", True)]
+
+
+def test_a_line_of_triggers_that_is_none_is_named(tmp_path):
+    write_stored(tmp_path)
+    (tmp_path / "rank-00000/triggers.jsonl").write_text('{"step": "x"}\n')
+
+    assert [p.file for p in damages(tmp_path)] == ["rank-00000/triggers.jsonl"]
 
 
 def test_an_interrupt_ends_without_a_traceback(tmp_path):
