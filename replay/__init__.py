@@ -6,6 +6,9 @@ trace = replay.open("runs/a")
 trace.tensor(step=120, layer="layer1.0.conv1", kind="grad_output")
 """
 
+from replay.diff import Diff as Diff
+from replay.diff import diff as diff
+from replay.divergence import Divergence as Divergence
 from replay.errors import BadQuery as BadQuery
 from replay.errors import MissingPackage as MissingPackage
 from replay.errors import NotRecorded as NotRecorded

@@ -23,7 +23,7 @@ from replay.command_line import (
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 
 
-@click.group(cls=Commands, elsewhere={})
+@click.group(cls=Commands, elsewhere={"diff": "replay.diff_command:diff"})
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
@@ -220,3 +220,7 @@ def export(
     selection = replay.open(trace).select(layers or None, kinds or None, where=where)
     selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
     click.echo(f"wrote {out}", err=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
