@@ -23,7 +23,7 @@ from replay.errors import BadQuery, TraceDamaged
 from replay.filters import Names, Steps
 from replay.layout import arrangements, matching_rows
 from replay.renaming import Map, rules_of
-from replay.tolerance import Bounds, Tolerance, error_of, gradient_floors
+from replay.tolerance import Bounds, Tolerance, error_of, floors_of
 from replay.trace import Trace
 
 _ROWS = pa.schema(
@@ -166,7 +166,7 @@ class _Comparison:
         self._alignment = alignment
         self._by_rows = by_rows
         self._bounds = {rank: Bounds(tolerance) for rank in alignment.ranks}
-        self._damaged: list[str] = []
+        self._damaged: dict[tuple[Any, ...], str] = {}
         self._dtypes: dict[tuple[str, str], str] = {}
 
     def run(self, notes: list[str], progress: Callable[[float], None] | None, *, stop: bool) -> Diff:
@@ -180,7 +180,7 @@ class _Comparison:
             if first is not None and stop and step > first[0]:
                 break
             told = None if progress is None else _part(progress, number, total, len(pairs))
-            found = self._judge(step, rank, list(self._measure(pairs, rank, told)))
+            found = self._judge(step, rank, list(self._measure(step, rank, pairs, told)))
             divergence = first_divergence(found)
             if divergence is not None:
                 order = next(row["order"] for row in found if not row["within"])
@@ -203,8 +203,9 @@ class _Comparison:
             notes=notes + self._notes(counts),
         )
 
-    def _measure(self, pairs: list[Pair], rank: int, told: Callable[[], None] | None) -> Iterator[_Measured]:
-        floors = gradient_floors(pair.a for pair in pairs)
+    def _measure(self, step: int, rank: int, pairs: list[Pair], told: Callable[[], None] | None) -> Iterator[_Measured]:
+        loaded = step == self._alignment.steps[0]
+        floors = floors_of(pair.a for pair in pairs)
         rows: NDArray[np.int64] | None = None
         looked = not self._by_rows
         for pair in pairs:
@@ -215,20 +216,24 @@ class _Comparison:
                 rows = self._order_of_rows(pair, rank)
                 found = self._compare(pair, floor, rows)
             far, compared, note = found
-            noise = self._noise(pair, floor)
+            noise = self._noise(pair, floor, loaded=loaded)
             if told is not None:
                 told()
-            error = math.inf if far is None else error_of(far, pair.a["kind"])
+            error = math.inf if far is None else error_of(far, pair.a["kind"], loaded=loaded)
             yield _Measured(pair, far, error, noise, compared, note)
 
-    def _noise(self, pair: Pair, floor: float) -> float | None:
+    def _noise(self, pair: Pair, floor: float, *, loaded: bool) -> float | None:
+        """Return how far A is from its second run; None if that is not known, or nothing that rounding could do."""
         other, trace = pair.noise, self._alignment.noise
         if other is None or trace is None or other["shape"] != pair.a["shape"]:
             return None
         a, b = self._tensor(self._alignment.a, pair.a), self._tensor(trace, other)
         if a is None or b is None:
-            return _finite(error_of(statistics_distance(pair.a, other, floor), pair.a["kind"]))
-        return _finite(error_of(distance(a, b, rms_of(pair.a), floor), pair.a["kind"]))
+            far = statistics_distance(pair.a, other, floor)
+        else:
+            far = distance(a, b, rms_of(pair.a), floor)
+        error = error_of(far, pair.a["kind"], loaded=loaded)
+        return error if math.isfinite(error) else None
 
     def _compare(self, pair: Pair, floor: float, rows: NDArray[np.int64] | None) -> tuple[Distance | None, str, str]:
         """Return how far a pair is apart, what was compared, and what is to be said of it."""
@@ -256,7 +261,10 @@ class _Comparison:
     def _nearest(
         a: NDArray[Any], b: NDArray[Any], rms: float, floor: float, notes: list[str]
     ) -> tuple[Distance, NDArray[Any]]:
-        """Compare a with b, or with b with its axes exchanged, if that fits far better; also return that b."""
+        """Compare a with b; where shapes differ, with b's axes exchanged, if that fits far better. Also return that b.
+
+        Where shapes are the same, a transposed tensor is another one, so that it fits is said and no more.
+        """
         as_it_is = b.reshape(a.shape)
         found = distance(a, as_it_is, rms, floor)
         if found.relative > _REARRANGED or found.unlike:
@@ -265,17 +273,17 @@ class _Comparison:
                 other = distance(a, exchanged, rms, floor)
                 if other.unlike <= found.unlike and other.relative < found.relative * _REARRANGED:
                     notes.append(f"with B's axes in the order {', '.join(map(str, order))} they fit")
-                    return other, exchanged
+                    return (found, as_it_is) if a.shape == b.shape else (other, exchanged)
         return found, as_it_is
 
     def _tensor(self, trace: Trace, record: Record) -> NDArray[Any] | None:
         if not record["kept"]:
             return None
+        key = {name: record[name] for name in ("rank", "step", "layer", "kind", "call", "path")}
         try:
-            return trace.tensor(**{name: record[name] for name in ("rank", "step", "layer", "kind", "call", "path")})
+            return trace.tensor(**key)
         except TraceDamaged as error:
-            if str(error) not in self._damaged:
-                self._damaged.append(str(error))
+            self._damaged[trace.path, *key.values()] = str(error)
             return None
 
     def _judge(self, step: int, rank: int, measured: list[_Measured]) -> list[dict[str, Any]]:
@@ -344,9 +352,9 @@ class _Comparison:
         if self._dtypes:
             first = next(iter(self._dtypes.values()))
             notes.append(f"another dtype in B: {len(self._dtypes)} layers and kinds, the first {first}")
-        notes += [f"statistics in place of a damaged tensor: {reason}" for reason in self._damaged[:3]]
-        if len(self._damaged) > 3:
-            notes.append(f"{len(self._damaged) - 3} more tensors are damaged")
+        if self._damaged:
+            reason = next(iter(self._damaged.values()))
+            notes.append(f"{len(self._damaged):,} damaged tensors, compared by their statistics; the first: {reason}")
         return notes
 
 
@@ -364,11 +372,6 @@ def _part(progress: Callable[[float], None], number: int, total: int, pairs: int
 def _is_of_batch(pair: Pair) -> bool:
     """Whether the first dimension may be that of the samples."""
     return pair.a["kind"] not in _OF_PARAMETERS and len(pair.a["shape"]) > 0
-
-
-def _finite(error: float) -> float | None:
-    """Noise as a number: what is infinite says nothing of rounding."""
-    return error if math.isfinite(error) else None
 
 
 def _shape(record: Record) -> str:

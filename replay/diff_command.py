@@ -218,9 +218,9 @@ def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
         if len(differing) > limit:
             click.echo(f"{len(differing) - limit:,} more; --limit shows them.", err=True)
     elif by_layer:
-        most = by_layer[0]
+        most, error = by_layer[0], by_layer[0]["error"]
         click.echo(
-            f"the largest error is {most['error']:.3g}, of layer {most['layer']!r} ({most['kind']}) at step {most['step']}"
+            f"the largest error is {error:.3g}, of layer {most['layer']!r} ({most['kind']}) at step {most['step']}"
         )
 
 

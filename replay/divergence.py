@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_PARAMETERS = ("param", "param_grad", "param_grad_acc", "update")
+from replay.tolerance import GROWTH
 
 
 @dataclass(frozen=True)
@@ -77,23 +77,22 @@ class Divergence:
         return ", ".join(said)
 
     def _around(self) -> str:
-        if self.kind in _PARAMETERS:
-            return "what was compared before it agrees"
+        if self.error <= GROWTH * self.before:
+            return (
+                f"the error has grown by and by, the largest before it is {self.before:.2g}, so no single layer is to "
+                "blame: this is what rounding has become"
+            )
         said = []
         if self.kind == "output":
-            said.append(f"its inputs {self.inputs}")
-            said.append(f"its parameters {self.parameters}")
-            if self.inputs == "agree" and self.parameters == "agree":
+            said += [f"its inputs {self.inputs}", f"its parameters {self.parameters}"]
+            if self.inputs == self.parameters == "agree":
                 said.append("so it is the layer itself that computes something else")
         elif self.kind == "input":
-            said.append("what leads to it, from the layers that ran before, is something else")
-        else:
-            said.append("it comes from the backward pass of what takes this output, or of the loss")
-        if self.before:
-            said.append(f"the largest error before it is {self.before:.2g}")
-        else:
-            said.append("what was compared before it agrees")
-        return ", ".join(said)
+            said.append("what leads to it from the layers that ran before is something else")
+        elif self.kind.startswith("grad_"):
+            said.append("a gradient comes from the backward pass of what takes this output, or of the loss")
+        before = f"differs by at most {self.before:.2g}" if self.before else "is equal"
+        return ", ".join([*said, f"what was compared before it {before}"])
 
 
 def first_divergence(rows: Sequence[Mapping[str, Any]]) -> Divergence | None:

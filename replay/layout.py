@@ -34,10 +34,7 @@ def matching_rows(a: NDArray[Any], b: NDArray[Any], tolerance: float) -> NDArray
     """
     if a.shape != b.shape or a.ndim == 0 or len(a) < 2 or not a.size:
         return None
-    try:
-        x, y = (values.reshape(len(values), -1).astype(np.float64) for values in (a, b))
-    except (TypeError, ValueError):
-        return None
+    x, y = _rows(a), _rows(b)
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         return None
     order = np.full(len(x), -1, np.int64)
@@ -56,3 +53,11 @@ def matching_rows(a: NDArray[Any], b: NDArray[Any], tolerance: float) -> NDArray
         if not same.any():
             return None
     return None
+
+
+def _rows(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Rows as float64; of a complex number both parts."""
+    rows = np.ascontiguousarray(values).reshape(len(values), -1)
+    if rows.dtype.kind == "c":
+        rows = rows.view(rows.real.dtype)
+    return rows.astype(np.float64)
