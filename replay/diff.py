@@ -181,7 +181,7 @@ class _Comparison:
                 break
             told = None if progress is None else _part(progress, number, total, len(pairs))
             found = self._judge(step, rank, list(self._measure(step, rank, pairs, told)))
-            divergence = first_divergence(found)
+            divergence = first_divergence(found, self._is_bare)
             if divergence is not None:
                 order = next(row["order"] for row in found if not row["within"])
                 if first is None or (step, order) < first[:2]:
@@ -343,6 +343,10 @@ class _Comparison:
             f"({divergence.kind}) are in B those of A, exchanged. Record both with the same order of samples, or let "
             "the rows be paired by their values: pair='rows' (--pair rows)."
         )
+
+    def _is_bare(self, layer: str) -> bool:
+        modules = self._alignment.a.modules(min(self._alignment.ranks))
+        return any(module["name"] == layer and not module["parameters"] for module in modules)
 
     def _notes(self, counts: dict[str, int]) -> list[str]:
         notes = []

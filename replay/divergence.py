@@ -1,7 +1,7 @@
 """How a divergence is told: the first record that differs, in a sentence that says what else is known of its layer."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Divergence:
         before: the largest error that was within tolerance before it.
         note: what is to be said of this record, such as other shapes.
         inputs: "agree", "differ", or "were not recorded".
-        parameters: likewise.
+        parameters: likewise; empty where the layer has none.
     """
 
     rank: int
@@ -84,8 +84,10 @@ class Divergence:
             )
         said = []
         if self.kind == "output":
-            said += [f"its inputs {self.inputs}", f"its parameters {self.parameters}"]
-            if self.inputs == self.parameters == "agree":
+            said.append(f"its inputs {self.inputs}")
+            if self.parameters:
+                said.append(f"its parameters {self.parameters}")
+            if self.inputs == "agree" and self.parameters in ("agree", ""):
                 said.append("so it is the layer itself that computes something else")
         elif self.kind == "input":
             said.append("what leads to it from the layers that ran before is something else")
@@ -95,11 +97,12 @@ class Divergence:
         return ", ".join([*said, f"what was compared before it {before}"])
 
 
-def first_divergence(rows: Sequence[Mapping[str, Any]]) -> Divergence | None:
+def first_divergence(rows: Sequence[Mapping[str, Any]], bare: Callable[[str], bool]) -> Divergence | None:
     """Return the first of a step's rows that is out of tolerance, with what the others say of its layer.
 
     Args:
         rows: of one step and rank, in the order of execution; the columns of `Diff.rows`, `before` and `order`.
+        bare: whether a layer is known to have no parameters.
     """
     row = next((row for row in rows if not row["within"]), None)
     if row is None:
@@ -111,7 +114,7 @@ def first_divergence(rows: Sequence[Mapping[str, Any]]) -> Divergence | None:
         layer=row["layer_a"],
         where=None if row["where"] is None else tuple(row["where"]),
         inputs=_agree(inputs),
-        parameters=_agree(parameters),
+        parameters="" if not parameters and bare(row["layer_a"]) else _agree(parameters),
         **{name: row[name] for name in ("rank", "step", "layer_b", "kind", "call", "path", "max_abs", "relative")},
         **{name: row[name] for name in ("error", "tolerance", "before", "note")},
     )
