@@ -21,6 +21,7 @@ from benchmarks.workloads import RECORDS, STEPS, WORKLOADS, train_step
 ROUNDS = 7
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
+    "full, hdf5": {"store": "hdf5"},
     "statistics": {"tensors": False},
     "not sampled": {"every": 1_000_000},
 }

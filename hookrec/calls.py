@@ -1,8 +1,10 @@
-"""What hooks and capture both speak of: which call a tensor belongs to, and which dtypes a trace can hold."""
+"""What hooks and capture both speak of: which call a tensor belongs to, who takes it, which dtypes a trace can hold."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 
 class Call(NamedTuple):
@@ -14,6 +16,40 @@ class Call(NamedTuple):
     mode: int
 
 
+class Named(Protocol):
+    """Whatever has records: its name, and the numbers of its streams by kind, path, dtype and shape."""
+
+    name: str
+    streams: dict[tuple[str, str, torch.dtype, torch.Size], int]
+
+
+class Sink(Protocol):
+    """Takes what the hooks report. Called from any thread that runs forward or backward passes."""
+
+    step_number: int
+    """The step that is under way."""
+
+    def micro(self, root: int) -> int:
+        """Return which forward pass of a root in the step is under way, from 0."""
+        ...
+
+    def take(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
+        """Record a tensor; return its statistics."""
+        ...
+
+    def fingerprint(self, tensor: Tensor) -> bytes:
+        """Return the statistics of a tensor that is not recorded."""
+        ...
+
+    def note(self, layer: str, note: str) -> None:
+        """Take the reason why something of a layer is not recorded."""
+        ...
+
+    def fault(self, error: Exception) -> None:
+        """Take an error of ours. The training must not see it."""
+        ...
+
+
 DTYPE_NAMES = {
     getattr(torch, name): name
     for name in (
@@ -23,3 +59,47 @@ DTYPE_NAMES = {
     )
     if hasattr(torch, name)
 }
+
+
+class Counted:
+    """Whatever is called in a step and has records, such as a layer: its name, its streams, the numbers of its calls.
+
+    Attributes:
+        entered: the thread that began the last call, and the autograd sequence number then. A node with a higher number
+            was made in this call. The numbers of two threads have nothing to do with each other.
+    """
+
+    __slots__ = ("_calls", "_step", "_without_grad", "entered", "name", "root", "streams")
+
+    def __init__(self, name: str, root: int) -> None:
+        self.name = name
+        self.root = root
+        self.streams: dict[tuple[str, str, torch.dtype, torch.Size], int] = {}
+        self.entered = (0, 0)
+        self._step = -1
+        self._calls = 0
+        self._without_grad: list[tuple[Call, bytes]] = []
+
+    def next_call(self, step: int) -> int:
+        """Return the number of the call that has just been completed."""
+        if step != self._step:
+            self._step, self._calls = step, 0
+            self._without_grad.clear()
+        call = self._calls
+        self._calls = call + 1
+        return call
+
+    def await_recomputation(self, call: Call, fingerprint: bytes) -> None:
+        """Remember a call that ran without grad: a recomputation may bring its gradients."""
+        self._without_grad.append((call, fingerprint))
+
+    def recomputed(self, step: int, fingerprint: Callable[[], bytes]) -> Call | None:
+        """Return the call, the last first, that gave the output which was computed again."""
+        if step == self._step and self._without_grad:
+            found = fingerprint()
+            for index in reversed(range(len(self._without_grad))):
+                call, known = self._without_grad[index]
+                if known == found:
+                    del self._without_grad[index]
+                    return call
+        return None

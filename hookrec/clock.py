@@ -12,10 +12,9 @@ from typing import Any
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookrec.errors import AttachError
-from hookrec.optimizer_hooks import take_off
+from hookrec.optimizer_hooks import after_step, is_inner
 from hookrec.plan import CLOCKS
 from hookrec.scaler import ScalerWatch
 from hookrec.uncopied import Uncopied
@@ -23,6 +22,10 @@ from hookrec.uncopied import Uncopied
 
 class Clock:
     """Calls `tick` when a step has ended.
+
+    Attributes:
+        forwards: how many forward passes of each root have begun in the step.
+        strangers: the optimizers that have stepped and hold no parameter of the models.
 
     Args:
         models: the roots.
@@ -53,16 +56,14 @@ class Clock:
         self._given = isinstance(clock, Optimizer)
         self._optimizer = weakref.ref(clock) if isinstance(clock, Optimizer) else None
         self._skipping = False
-        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._models = [weakref.ref(model) for model in models.values()]
         self._tick = tick
         self._begin_forward = begin_forward
         self._end_forward = end_forward
         self._log = log
         self._root_handles: list[Any] = []
-        self._handle = None
-        if not self.manual and not self._by_forward:
-            self._handle = register_optimizer_step_post_hook(self._stepped)
+        self._stop_listening = None if self.manual or self._by_forward else after_step(self._stepped)
         self._scaler = ScalerWatch(self._about_to_step, self._perhaps_skipped)
 
     def begin_step(self, *, sampled: bool) -> None:
@@ -78,15 +79,24 @@ class Clock:
                 roots = [model for reference in self._models if (model := reference()) is not None]
                 for number, root in enumerate(roots):
                     before = _RootHook(root, functools.partial(self.forward, number))
-                    self._root_handles.append(root.register_forward_pre_hook(before, prepend=True))
-                    self._root_handles.append(root.register_forward_hook(_RootHook(root, self._end_forward)))
+                    # As functions, since a ScriptModule refuses these methods.
+                    self._root_handles.append(nn.Module.register_forward_pre_hook(root, before, prepend=True))
+                    after = _RootHook(root, self._end_forward)
+                    self._root_handles.append(nn.Module.register_forward_hook(root, after))
         else:
             self._unwatch()
+
+    def be_last(self) -> None:
+        """Come after those who have begun to listen to optimizers later: the step ends when they have seen it."""
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = after_step(self._stepped)
 
     def close(self) -> None:
         """Take the hooks off."""
         self._unwatch()
-        take_off([self._handle] if self._handle is not None else [])
+        if self._stop_listening is not None:
+            self._stop_listening()
         self._scaler.close()
 
     def _unwatch(self) -> None:
@@ -103,7 +113,7 @@ class Clock:
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._skipping = False
-        if self._counts(optimizer):
+        if self._counts(optimizer) and not is_inner(optimizer):
             # A fused optimizer is called also where it changes nothing.
             found_inf = getattr(optimizer, "found_inf", None)
             if self._root_handles and found_inf is not None and found_inf.item():
@@ -128,10 +138,10 @@ class Clock:
             return False
         # Some trainings make a new optimizer for each phase; the clock goes on with it when the first is gone.
         if self._optimizer is None or (self._optimizer() is None and not self._given):
-            if optimizer in self._strangers:
+            if optimizer in self.strangers:
                 return False
             if not self._is_ours(optimizer):
-                self._strangers.add(optimizer)
+                self.strangers.add(optimizer)
                 return False
             self._optimizer = weakref.ref(optimizer)
         return self._optimizer() is optimizer

@@ -2,6 +2,7 @@
 
     HookrecError
     ├── AttachError      (also ValueError)     attach() cannot record this model, or not there
+    ├── DaemonError                            the daemon cannot watch, or not so
     └── DetachedError    (also RuntimeError)   the recorder was detached already
 
 After `attach` has returned, nothing of ours is fatal: a fault becomes one `HookrecWarning`, recording stops, and
@@ -18,6 +19,10 @@ class HookrecError(Exception):
 
 class AttachError(HookrecError, ValueError):
     """The model cannot be recorded, or not at this path; says what to change."""
+
+
+class DaemonError(HookrecError):
+    """The daemon cannot watch this folder, or not with these options; says what to change."""
 
 
 class DetachedError(HookrecError, RuntimeError):

@@ -17,16 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from hookrec.calls import Call
+from hookrec.calls import Call, Sink
 from hookrec.guard import Guard
-from hookrec.hooks import Sink, recordable
 from hookrec.layers import Layer
-from hookrec.optimizer_hooks import take_off
+from hookrec.optimizer_hooks import after_step, before_step, is_inner, take_off
 from hookrec.passes import at_end_of_pass, graph_task
 from hookrec.uncopied import Uncopied
+from hookrec.values import values_of
 
 KINDS = ("param", "param_grad", "param_grad_acc", "update")
 
@@ -73,12 +72,12 @@ class Parameters:
         self._installed = False
         self._touched: dict[int, dict[int, Tensor | None]] = {}
         self._before: dict[int, Tensor] = {}
-        self._global_hooks: list[RemovableHandle] = []
+        self._stop_listening: list[Callable[[], None]] = []
         self._own_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         if self._kinds - {"param_grad_acc"}:
-            self._global_hooks = [
-                register_optimizer_step_pre_hook(self._hook(Parameters._be_last)),
-                register_optimizer_step_post_hook(self._hook(Parameters._after_step)),
+            self._stop_listening = [
+                before_step(self._hook(Parameters._be_last)),
+                after_step(self._hook(Parameters._after_step)),
             ]
 
     def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,8 +147,9 @@ class Parameters:
     def close(self) -> None:
         """Take every hook off."""
         self.remove()
-        take_off([*self._global_hooks, *self._own_hooks.values()])
-        self._global_hooks.clear()
+        for stop in self._stop_listening:
+            stop()
+        take_off(self._own_hooks.values())
         self._own_hooks.clear()
 
     def end_step(self) -> None:
@@ -161,11 +161,12 @@ class Parameters:
                     self._take(owned, "param", parameter)
 
     def _take(self, owned: Owned, kind: str, tensor: Tensor) -> None:
-        values = recordable(tensor)
-        if isinstance(values, str):
-            self._sink.note(owned.name, f"{kind} {owned.path}: {values}")
-        else:
-            self._sink.take(owned, kind, owned.path, values, owned.call(kind, self._sink))
+        def note(note: str) -> None:
+            self._sink.note(owned.name, f"{kind} {owned.path}: {note}")
+
+        call = owned.call(kind, self._sink)
+        for path, values in values_of(tensor, owned.path, note):
+            self._sink.take(owned, kind, path, values, call)
 
     # Around optimizer.step.
 
@@ -183,6 +184,10 @@ class Parameters:
             hooks.move_to_end(handle.id)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_inner(optimizer):
+            return None
+        for _, parameter in self._of(optimizer):
+            self._before.pop(id(parameter), None)  # of a step that raised
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer
         if closure is None:
             self._consumed(optimizer)
@@ -217,6 +222,8 @@ class Parameters:
                     self._before[id(parameter)] = parameter.detach().clone()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_inner(optimizer):
+            return
         for owned, parameter in self._of(optimizer):
             before = self._before.pop(id(parameter), None)
             if before is not None:

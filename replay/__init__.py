@@ -6,6 +6,8 @@ trace = replay.open("runs/a")
 trace.tensor(step=120, layer="layer1.0.conv1", kind="grad_output")
 """
 
+from replay.check import Finding as Finding
+from replay.check import check as check
 from replay.diff import Diff as Diff
 from replay.diff import diff as diff
 from replay.divergence import Divergence as Divergence
@@ -17,6 +19,13 @@ from replay.errors import StepNotCommitted as StepNotCommitted
 from replay.errors import TraceDamaged as TraceDamaged
 from replay.errors import TraceNotFound as TraceNotFound
 from replay.errors import TraceTooNew as TraceTooNew
+from replay.following import follow as follow
+from replay.following import follow_all as follow_all
+from replay.grid import NotApplicable as NotApplicable
+from replay.grid import Records as Records
+from replay.grid import Seen as Seen
+from replay.rulebook import Rule as Rule
+from replay.rulebook import rule as rule
 from replay.selection import Selection as Selection
 from replay.trace import Trace as Trace
 from replay.trace import open as open

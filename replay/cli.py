@@ -23,7 +23,17 @@ from replay.command_line import (
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 
 
-@click.group(cls=Commands, elsewhere={"diff": "replay.diff_command:diff"})
+_ELSEWHERE = {
+    "alerts": "replay.alerts_command:alerts",
+    "check": "replay.check_command:check",
+    "diff": "replay.diff_command:diff",
+    "list": "replay.list_command:list_traces",
+    "sql": "replay.asking:sql",
+    "tail": "replay.tailing:tail",
+}
+
+
+@click.group(cls=Commands, elsewhere=_ELSEWHERE)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
@@ -67,6 +77,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "no tensor": trace.not_kept,
         "silent": [f"{layer or '(root)'}: {why}" for layer, why in trace.silent],
         "notes": [f"{note['layer'] or 'all layers'}: {note['note']}" for note in trace.notes],
+        "triggers": [_trigger(line) for line in trace.triggers],
         "cost": _cost(trace),
         "created": trace.identity["created"],
         "command": " ".join(provenance.get("command", ())),
@@ -77,6 +88,11 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
 
 def _reason(end: dict[str, Any]) -> str:
     return f" ({end['detail']})" if end.get("detail") else ""
+
+
+def _trigger(line: dict[str, Any]) -> str:
+    held = "no tensors were held" if line["first_step"] is None else f"tensors from step {line['first_step']} on"
+    return f"step {line['step']}, {line['by']}: {line['why']}{_reason(line)}, {held}"
 
 
 def _cost(trace: replay.Trace) -> dict[str, float]:

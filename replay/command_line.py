@@ -80,15 +80,18 @@ def say_if_empty(found: Sized, trace: replay.Trace) -> None:
 
 def print_json(value: object) -> None:
     """Print JSON; numbers that JSON lacks become null."""
-    click.echo(json.dumps(_finite(value), indent=1))
+    click.echo(json.dumps(finite(value), indent=1))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: numbers that are not finite as None, what it has no type for as text."""
     if isinstance(value, dict):
-        return {name: _finite(item) for name, item in value.items()}
+        return {name: finite(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+        return [finite(item) for item in value]
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None
+    return value if isinstance(value, (int, str, type(None))) else str(value)  # times, decimals
 
 
 def print_rows(rows: Sequence[dict[str, Any]], as_json: bool, columns: Iterable[str] | None = None) -> None:
@@ -97,9 +100,10 @@ def print_rows(rows: Sequence[dict[str, Any]], as_json: bool, columns: Iterable[
         print_json(list(rows))
         return
     names = list(columns if columns is not None else rows[0] if rows else ())
-    names = [name for name in names if name != "path"]
-    if any(row.get("path") for row in rows):
-        names.insert(names.index("kind") + 1, "path")
+    if "kind" in names:  # a path is seldom there, and stands beside the kind
+        names = [name for name in names if name != "path"]
+        if any(row.get("path") for row in rows):
+            names.insert(names.index("kind") + 1, "path")
     cells = [[cell_text(row[name]) for name in names] for row in rows]
     if sys.stdout.isatty():
         from rich.console import Console
@@ -122,6 +126,10 @@ def cell_text(value: object) -> str:
     """Return a value as a cell of a table shows it."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if value is None:
+        return ""
     if isinstance(value, (list, tuple)):
+        if any(isinstance(item, float) for item in value):
+            return f"[{', '.join(f'{item:.4g}' for item in value[:4])}{', …' if len(value) > 4 else ''}]"
         return "×".join(map(str, value)) or "scalar"
     return str(value)

@@ -1,7 +1,8 @@
 """The JSON files of a trace as their readers need them: what is no document of the format is named, never guessed.
 
-`trace.json` says what the trace is, `model.json` which modules there were, `end.json` how it ended; `notes.jsonl` and
-`scalars.jsonl` grow by a line at a time. Members that are not known are left alone: a later version may have them.
+`trace.json` says what the trace is, `model.json` which modules there were, `end.json` how it ended; `notes.jsonl`,
+`scalars.jsonl` and `triggers.jsonl` grow by a line at a time. Members that are not known are left alone: a later
+version may have them.
 """
 
 import json
@@ -17,6 +18,7 @@ from replay.format import (
     NOTES_FILE,
     SCALARS_FILE,
     TRACE_FILE,
+    TRIGGERS_FILE,
     VERSION,
     whole_lines,
 )
@@ -81,15 +83,48 @@ def read_notes(rank_directory: Path) -> list[dict[str, Any]]:
     return list(_lines(rank_directory / NOTES_FILE, note=str, layer=(str, type(None))))
 
 
-def read_scalars(rank_directory: Path) -> Iterator[tuple[int, float, str, float]]:
-    """Yield step, time, name and value of the numbers that were logged."""
+def read_triggers(rank_directory: Path) -> list[dict[str, Any]]:
+    """Return which triggers have fired, at which step and why."""
+    text_or_null, step_or_null = (str, type(None)), (int, type(None))
+    path = rank_directory / TRIGGERS_FILE
+    return list(_lines(path, step=int, by=str, why=str, detail=text_or_null, first_step=step_or_null))
+
+
+def read_scalars(rank_directory: Path, since: int | None = None) -> Iterator[tuple[int, float, str, float]]:
+    """Yield step, time, name and value of the numbers that were logged.
+
+    Args:
+        rank_directory: where the rank lies.
+        since: a step; what is long before it may be left out, so that the end of a long file is found in no time.
+    """
     path = rank_directory / SCALARS_FILE
-    for line in _lines(path, step=int, time=(int, float), values=dict):
+    start = 0 if since is None else _where_since(path, since)
+    for line in _lines(path, start, step=int, time=(int, float), values=dict):
         for name, value in line["values"].items():
             try:
                 yield line["step"], float(line["time"]), name, float(value)
             except (TypeError, ValueError):
                 raise TraceDamaged(f"{path} has a value that is no number: {name!r} is {value!r}.") from None
+
+
+def _where_since(path: Path, since: int) -> int:
+    """Return a byte at which a line begins and before which no line is of the step `since`: lines are in order."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return 0
+    back = 1 << 16
+    while back < size:
+        with path.open("rb") as file:
+            file.seek(size - back)
+            skipped, line = file.readline(), file.readline()
+        try:
+            if json.loads(line)["step"] < since:
+                return size - back + len(skipped)
+        except (ValueError, TypeError, KeyError):
+            return 0  # whoever reads from the beginning is told what is wrong with it
+        back *= 4
+    return 0
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -104,12 +139,13 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _lines(path: Path, **members: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(whole_lines(path)[0], 1):
+def _lines(path: Path, start: int = 0, **members: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(whole_lines(path, start)[0], 1):
         try:
             found = json.loads(line)
         except ValueError as error:
-            raise TraceDamaged(f"Line {number} of {path} cannot be read: {error}") from None
+            where = f"Line {number}" + (f" after byte {start:,}" if start else "")
+            raise TraceDamaged(f"{where} of {path} cannot be read: {error}") from None
         _check(path, found, **members)
         yield found
 
@@ -119,5 +155,7 @@ def _check(path: Path, found: Any, **members: type | tuple[type, ...]) -> None:
     if not isinstance(found, dict):
         raise TraceDamaged(f"{path} has a {type(found).__name__}, where an object belongs.")
     for name, kind in members.items():
-        if not isinstance(found.get(name), kind):
-            raise TraceDamaged(f"{path} has {name!r} as {found.get(name)!r:.80}, which version {VERSION} does not.")
+        if name not in found:
+            raise TraceDamaged(f"{path} has no {name!r}, which version {VERSION} demands.")
+        if not isinstance(found[name], kind):
+            raise TraceDamaged(f"{path} has {name!r} as {found[name]!r:.80}, which version {VERSION} does not.")

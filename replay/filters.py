@@ -53,24 +53,3 @@ def steps_condition(steps: Steps, last: int) -> Any:
     if by != 1:
         return field.isin(pa.array(range(begin, min(end, last + 1), by), pa.int64()))
     return (field >= begin) & (field < end)
-
-
-def rows_where(table: pa.Table, where: str) -> pa.Table:
-    """Return the rows for which a condition in DuckDB's SQL holds, in the order of the table.
-
-    Raises:
-        BadQuery: the condition cannot be understood.
-    """
-    import duckdb
-
-    with duckdb.connect(config={"enable_external_access": "false"}) as connection:
-        connection.register("records", table.append_column("hookrec_row", pa.array(np.arange(len(table)))))
-        try:
-            found = connection.execute(f"select hookrec_row from records where (\n{where}\n)").fetchnumpy()[
-                "hookrec_row"
-            ]
-        except (duckdb.Error, KeyError) as error:
-            reason = str(error).splitlines()[0]
-            names = ", ".join(table.column_names)
-            raise BadQuery(f"where={where!r} cannot be understood: {reason} The columns are {names}.") from None
-    return table.take(pa.array(np.sort(np.asarray(found))))

@@ -9,12 +9,13 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
 
@@ -26,9 +27,13 @@ MODEL_FILE = "model.json"
 STREAMS_FILE = "streams.jsonl"
 SCALARS_FILE = "scalars.jsonl"
 NOTES_FILE = "notes.jsonl"
+TRIGGERS_FILE = "triggers.jsonl"
 LOCK_FILE = "writer.lock"
 END_FILE = "end.json"
-STORE_DIRECTORIES = {"zarr": "tensors.zarr"}
+DROPPED_FILE = "tensors-dropped.json"
+ALERTS_FILE = "alerts.jsonl"
+SENT_FILE = "alerts-sent.jsonl"
+PINNED_FILE = "pinned"
 
 KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")
 MODES = ("train", "eval")
@@ -38,11 +43,13 @@ STATISTICS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero", "min", "max", 
 KEPT = 0
 WHY_NOT_KEPT = {
     1: "statistics only, as the plan says",
-    2: 'dropped: the ring was full (when_full="skip")',
+    2: "dropped: the ring was full",
     3: "dropped: larger than the ring",
     4: "dropped: the limit on bytes or free space was reached",
     5: "dropped: the store could not be written",
     6: "its dtype or layout cannot be stored",
+    7: "flight mode: no trigger",
+    8: "lost: the writer process died before the commit",
 }
 
 RECORD_SCHEMA = pa.schema(
@@ -70,6 +77,7 @@ _NUMPY_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
+CODECS = ("zstd", "lz4", "blosc")
 ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 DTYPES = frozenset(_NUMPY_NAMES + ML_DTYPES)
 
@@ -95,7 +103,7 @@ class Stream:
     """All records alike in (layer, kind, path, dtype, shape).
 
     `shape` is that of one record. `location` is the stream's place in the store; None where the
-    store holds no tensors of it.
+    store holds no tensors of it. `codec` is how each record was compressed, None if it was not.
     """
 
     id: int
@@ -105,6 +113,7 @@ class Stream:
     dtype: str
     shape: tuple[int, ...]
     location: str | None
+    codec: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -123,6 +132,7 @@ class Stream:
                 "shape": list(self.shape),
                 "location": self.location,
                 "layout": "fixed",
+                "codec": self.codec,
             },
             ensure_ascii=True,
         )
@@ -145,15 +155,43 @@ class Stream:
                 shape=tuple(_integer(n) for n in found["shape"]),
                 location=None if found["location"] is None else _string(found["location"]),
             )
-            layout = found["layout"]
+            layout, codec = found["layout"], found.get("codec")
         except (ValueError, KeyError, TypeError) as error:
             raise TraceDamaged(f"{where} has a line that is no stream: {line[:200]!r} ({error}).") from None
         if layout != "fixed":
             raise TraceDamaged(f"{where} has a stream of layout {layout!r}; format version {VERSION} knows 'fixed'.")
+        if codec not in (None, *CODECS):
+            raise TraceDamaged(
+                f"{where} has a stream of codec {codec!r}; format version {VERSION} knows {', '.join(CODECS)}."
+            )
+        stream = replace(stream, codec=codec)
         if stream.location is not None and not _stays_inside(stream.location):
             raise TraceDamaged(f"{where} has a stream whose location leaves the store: {stream.location!r}.")
         numpy_dtype(stream.dtype)
         return stream
+
+
+class Placed(NamedTuple):
+    """Where a record was written: its row in the stream, the byte it begins at in its file, and its bytes there."""
+
+    row: int
+    offset: int
+    nbytes: int
+
+
+class Rows(NamedTuple):
+    """The records of a stream whose tensors are kept, in the order of their rows: arrays of shape `(rows,)`."""
+
+    step: NDArray[np.int64]
+    call: NDArray[np.int32]
+    micro: NDArray[np.int32]
+    offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
+
+    @property
+    def one_a_step(self) -> bool:
+        """Whether no step has two rows."""
+        return bool(np.all(np.diff(self.step) > 0))
 
 
 def _integer(value: object) -> int:
@@ -206,6 +244,11 @@ def escape(name: str) -> str:
         digest = hashlib.sha256(raw).hexdigest()[:16]
         return f"{escaped[:180].decode('utf-8', 'ignore')}%{digest}"
     return escaped.decode("utf-8", "backslashreplace").replace("\\", "%5C")
+
+
+def as_attribute(name: str) -> str:
+    """Return a name as other programs can read it: without surrogates and null bytes, as Python's strings may have."""
+    return name.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
 def write_whole(path: Path, text: str) -> None:

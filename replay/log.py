@@ -125,19 +125,20 @@ def compact(path: Path) -> None:
     target = path.with_suffix(".parquet")
     partial = target.with_name(target.name + ".partial")
     table = pa.Table.from_batches(_Tail(path).read(), RECORD_SCHEMA)
-    pq.write_table(
-        table,
-        partial,
-        compression="zstd",
-        compression_level=3,
-        use_dictionary=_DICTIONARY,
-        column_encoding={
-            **dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT"),
-            **dict.fromkeys(("step", "row", "offset", "n_zero"), "DELTA_BINARY_PACKED"),
-        },
-        write_page_checksum=True,
-        row_group_size=COMPACT_ROWS,
-    )
+    with partial.open("wb") as file:  # by name, pyarrow takes no path that is not UTF-8
+        pq.write_table(
+            table,
+            file,
+            compression="zstd",
+            compression_level=3,
+            use_dictionary=_DICTIONARY,
+            column_encoding={
+                **dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT"),
+                **dict.fromkeys(("step", "row", "offset", "n_zero"), "DELTA_BINARY_PACKED"),
+            },
+            write_page_checksum=True,
+            row_group_size=COMPACT_ROWS,
+        )
     partial.replace(target)
     path.unlink(missing_ok=True)
 
@@ -180,6 +181,16 @@ class Log:
             return self.refresh()
         return self
 
+    def dataset(self) -> Any:
+        """Return the records, in the order of execution, as a `pyarrow.dataset.Dataset` of what is committed now."""
+        import pyarrow.dataset as ds
+
+        tail = ds.dataset(pa.Table.from_batches(self._batches, RECORD_SCHEMA))
+        if not self._sealed:
+            return tail
+        sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format="parquet")
+        return ds.dataset([sealed, tail]) if self._batches else sealed
+
     def table(self, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
         """Return records in the order of execution.
 
@@ -187,21 +198,14 @@ class Log:
             columns: names of columns of the schema; all if None.
             where: a `pyarrow.compute.Expression` over columns of the schema.
         """
-        import pyarrow.dataset as ds
-
-        tail: pa.Table = pa.Table.from_batches(self._batches, RECORD_SCHEMA)
-        if where is not None and len(tail):
-            tail = tail.filter(where)
-        if columns is not None:
-            tail = tail.select(list(columns))
-        if not self._sealed:
-            return tail
         try:
-            sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format="parquet")
-            table = sealed.to_table(columns=None if columns is None else list(columns), filter=where)
+            return self.dataset().to_table(columns=None if columns is None else list(columns), filter=where)
         except (pa.ArrowInvalid, OSError) as error:
             raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
-        return pa.concat_tables([table, tail]) if len(tail) else table
+        except UnicodeEncodeError:
+            raise TraceDamaged(
+                f"The log in {self._directory} cannot be read by pyarrow: the path is no UTF-8. Rename the folder."
+            ) from None
 
     @property
     def rows(self) -> int:
@@ -210,6 +214,81 @@ class Log:
 
         sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
         return sealed + sum(len(batch) for batch in self._batches)
+
+
+class Following:
+    """Reads each commit of one rank once, and keeps none: a reader that stays beside a live trace.
+
+    A place in the log is the number of a segment and how many of its rows were read. It stays right when the segment
+    is turned into Parquet, and after a restart.
+
+    Args:
+        rank_directory: the rank.
+        place: where an earlier reader ended.
+    """
+
+    def __init__(self, rank_directory: Path, place: tuple[int, int] = (0, 0)) -> None:
+        self._directory = rank_directory
+        self.place = place
+        self._tail: _Tail | None = None
+        self._skip = place[1]
+        self._seen = (-1, 0)
+
+    def read(self) -> pa.Table:
+        """Return rows that were committed since the last call, at most to the end of a segment.
+
+        A segment that has not grown is not opened. If no row is returned, there is none for now.
+
+        Raises:
+            TraceDamaged: a segment is not what the format says, or is missing.
+        """
+        while True:
+            number, done = self.place
+            found = self._of_parquet(number, done)
+            if found is None:
+                found = self._of_arrow(number)
+                self.place = number, done + len(found)
+                return found
+            self.place, self._tail, self._skip, self._seen = (number + 1, 0), None, 0, (-1, 0)
+            if len(found):
+                return found
+
+    def _of_arrow(self, number: int) -> pa.Table:
+        nothing = RECORD_SCHEMA.empty_table()
+        path = self._directory / f"records-{number:05}.arrows"
+        try:
+            stat = path.stat()
+            seen = stat.st_size, stat.st_mtime_ns
+            if seen == self._seen:
+                return nothing
+            self._tail = self._tail or _Tail(path)
+            batches = self._tail.read()
+        except FileNotFoundError:
+            later = [n for n in _segments(self._directory) if n > number]
+            if later and self._of_parquet(number, 0) is None:
+                raise TraceDamaged(
+                    f"The log in {self._directory} lacks its segment {number}, and has {min(later)}."
+                ) from None
+            return nothing
+        self._seen = seen
+        table = pa.Table.from_batches(batches, RECORD_SCHEMA)
+        skipped = min(self._skip, len(table))
+        self._skip -= skipped
+        return table.slice(skipped)
+
+    def _of_parquet(self, number: int, done: int) -> pa.Table | None:
+        """The rows of a compacted segment from one of them on; None if it is not compacted."""
+        import pyarrow.parquet as pq
+
+        path = self._directory / f"records-{number:05}.parquet"
+        if not path.exists():
+            return None
+        try:
+            with path.open("rb") as source, pq.ParquetFile(source) as file:
+                rows = file.metadata.num_rows
+                return RECORD_SCHEMA.empty_table() if rows == done else file.read().slice(done).cast(RECORD_SCHEMA)
+        except (pa.ArrowInvalid, OSError) as error:
+            raise TraceDamaged(f"{path} cannot be read: {error}") from error
 
 
 class _Tail:

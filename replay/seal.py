@@ -8,6 +8,7 @@ import datetime
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from replay.format import END_FILE, KEPT, LOCK_FILE, STORE_DIRECTORIES, STREAMS_FILE, Stream, whole_lines, write_whole
+from replay.format import END_FILE, KEPT, LOCK_FILE, STREAMS_FILE, Rows, Stream, whole_lines, write_whole
 from replay.log import Log, compact_all
-from replay.zarr_store import seal_stream
+from replay.stores import seal_streams
 
 
 def read_streams(rank_directory: Path) -> list[Stream]:
@@ -36,20 +37,18 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
         books: what recording cost and dropped, as far as it is known.
     """
     log = Log(rank_directory).refresh()
-    table = log.table(["step", "stream", "call", "micro", "kept", "row", "nbytes"])
+    table = log.table(["step", "stream", "call", "micro", "kept", "row", "offset", "nbytes"])
     columns = {name: table[name].to_numpy() for name in table.column_names}
     kept = np.flatnonzero(columns["kept"] == KEPT)
     order = kept[np.lexsort((columns["row"][kept], columns["stream"][kept]))]
-    streams = columns["stream"][order]
-    for stream in read_streams(rank_directory):
-        if stream.location is not None:
-            first, last = np.searchsorted(streams, [stream.id, stream.id + 1])
-            rows = order[first:last]
-            seal_stream(
-                rank_directory / STORE_DIRECTORIES["zarr"],
-                stream,
-                *(columns[name][rows] for name in ("step", "call", "micro")),
-            )
+
+    def streams() -> Iterator[tuple[Stream, Rows]]:
+        of_streams = columns["stream"][order]
+        for stream in read_streams(rank_directory):
+            first, last = np.searchsorted(of_streams, [stream.id, stream.id + 1])
+            yield stream, Rows(*(columns[name][order[first:last]] for name in Rows._fields))
+
+    seal_streams(rank_directory, streams())
     compact_all(rank_directory)
     end = {
         "how": how,
@@ -93,7 +92,14 @@ def locked(rank_directory: Path) -> Iterator[None]:
     """
     fd = os.open(rank_directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for wait_s in (0.01, 0.05, None):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if wait_s is None:
+                    raise
+                time.sleep(wait_s)  # whoever asks `is_locked` holds it for a moment, and a daemon asks every second
         yield
     finally:
         os.close(fd)

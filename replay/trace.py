@@ -1,7 +1,6 @@
 """A trace as its reader sees it: ranks joined, records found by step, layer, kind and call.
 
-Records are rows of the commit log, which names streams by number; layer, kind, path and dtype come from the table of
-streams as dictionary-encoded columns, so that no string is copied. Where a tensor lies is looked up once a stream.
+Records are rows of the commit log, which names streams by number. Where a tensor lies is looked up once a stream.
 """
 
 import difflib
@@ -16,14 +15,19 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars
+from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
+from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
-from replay.filters import Names, Steps, globs_of, matches, rows_where, steps_condition
-from replay.format import KEPT, MODES, STATISTICS, STORE_DIRECTORIES, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
+from replay.filters import Names, Steps, globs_of, matches, steps_condition
+from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
+from replay.query import Part, answer, modules_of, rows_where
+from replay.records import described
 from replay.seal import is_locked, is_sealed, read_streams
 from replay.selection import Selection
-from replay.zarr_store import ZarrReader
+from replay.stores import open_reader
+
+_Globs = tuple[str, ...] | None
 
 _SMALL_LOG = 1 << 19
 """Records of which the places, 33 bytes each, are looked up together."""
@@ -116,16 +120,21 @@ class Trace:
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that are kept."""
-        return sum(
+        recorded = sum(
             int(pa.compute.sum(rank.log.table(["nbytes"])["nbytes"]).as_py() or 0) for rank in self._ranks.values()
         )
+        return recorded - sum(rank.dropped.nbytes for rank in self._ranks.values())
 
     @property
     def not_kept(self) -> dict[str, int]:
         """How many records have statistics and no tensor, by the reason."""
         found: dict[str, int] = {}
         for rank in self._ranks.values():
-            for reason, count in zip(*np.unique(rank.log.table(["kept"])["kept"], return_counts=True), strict=True):
+            table = rank.log.table(["stream", "kept", "row"])
+            gone = int(np.sum(table["kept"].to_numpy() == KEPT)) - int(np.sum(rank.dropped.kept(table)))
+            if gone:
+                found[str(rank.dropped)] = found.get(str(rank.dropped), 0) + gone
+            for reason, count in zip(*np.unique(table["kept"], return_counts=True), strict=True):
                 if reason != KEPT:
                     why = WHY_NOT_KEPT.get(int(reason), "not kept")
                     found[why] = found.get(why, 0) + int(count)
@@ -135,6 +144,11 @@ class Trace:
     def notes(self) -> list[dict[str, Any]]:
         """What could not be recorded, and why."""
         return [note for rank in self._ranks.values() for note in read_notes(rank.directory)]
+
+    @property
+    def triggers(self) -> list[dict[str, Any]]:
+        """Which triggers of flight mode have fired: rank, step, by, why, detail and first_step."""
+        return [{"rank": n, **line} for n, rank in self._ranks.items() for line in read_triggers(rank.directory)]
 
     @property
     def directories(self) -> dict[int, Path]:
@@ -203,13 +217,19 @@ class Trace:
         raise self._not_found(part, step, layer, kind, call, path)
 
     def _read(self, part: "_Rank", stream: Stream, places: "_Places", at: int, step: int) -> NDArray[Any]:
-        kept = int(places.kept[at])
-        if kept != KEPT:
+        row = int(places.row[at])
+        if (why := part.why_no_tensor(stream, int(places.kept[at]), row)) is None:
+            try:
+                data = part.store.read(stream, row, int(places.offset[at]), int(places.nbytes[at]))
+            except TraceDamaged:
+                part.dropped = read_dropped(part.directory)  # perhaps it went a moment ago
+                if (why := part.why_no_tensor(stream, KEPT, row)) is None:
+                    raise
+        if why is not None:
             raise NotRecorded(
                 f"Step {step} of {self.path} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
-                f"{WHY_NOT_KEPT.get(kept, 'not kept')}. Use records() for the statistics."
+                f"{why}. Use records() for the statistics."
             )
-        data = part.store.read(stream, places.row[at : at + 1], places.offset[at : at + 1])
         if len(data) and google_crc32c.value(bytes(data)) != places.crc32c[at]:
             raise TraceDamaged(
                 f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: "
@@ -256,9 +276,37 @@ class Trace:
             BadQuery: a filter cannot be understood.
         """
         wanted = globs_of(layers), globs_of(kinds)
-        parts = [rank.records(number, *wanted, steps) for number, rank in sorted(self._ranks.items())]
-        table = pa.concat_tables(parts).unify_dictionaries()
-        return table if where is None else rows_where(table, where)
+        ranks = sorted(self._ranks.items())
+        if where is not None:
+            return rows_where([rank.part(number, *wanted, steps) for number, rank in ranks], where)
+        parts = [rank.records(number, *wanted, steps) for number, rank in ranks]
+        return pa.concat_tables(parts).unify_dictionaries()
+
+    def sql(self, query: str) -> pa.Table:
+        """Return what a query in DuckDB's SQL finds.
+
+        Tables: `records`, the columns of `records()` and `nbytes`, `stream`; `streams`, one row a stream; `scalars`, as
+        of `scalars()`; `modules`, one row a module. The function `tensor(records)` gives the values of a record as a
+        list of doubles (of a complex number its absolute value), null where no tensor was kept:
+
+            select step, list_aggregate(tensor(r), 'quantile_cont', 0.99) from records r where layer = 'fc1'
+
+        A query neither reads nor writes files. Where it is silent about the order of rows, there is none.
+
+        Args:
+            query: a statement that gives rows, such as `select`, `from`, `describe`, `summarize`.
+
+        Returns:
+            The columns that the query names. Sums of integers are int64 where they fit, else float64.
+
+        Raises:
+            BadQuery: the query cannot be answered; the message has DuckDB's reason and the columns that are there.
+            TraceDamaged: the log, or a tensor that the query looks at, cannot be read.
+        """
+        parts = [rank.part(number, None, None, None) for number, rank in sorted(self._ranks.items())]
+        modules = {rank: self.modules(rank) for rank in self.ranks}
+        more = {"scalars": self.scalars, "modules": lambda: modules_of(modules)}
+        return answer(query, parts, more, self.tensor)
 
     def select(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
@@ -282,6 +330,7 @@ class _Places:
     kept: NDArray[np.uint8]
     row: NDArray[np.int64]
     offset: NDArray[np.int64]
+    nbytes: NDArray[np.int64]
     crc32c: NDArray[np.uint32]
 
 
@@ -291,14 +340,16 @@ class _Rank:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.log = Log(directory)
-        self.store = ZarrReader(directory / STORE_DIRECTORIES["zarr"])
+        self.store = open_reader(directory)
         self.streams: list[Stream] = []
         self.by_key: dict[tuple[str, str, str], list[Stream]] = {}
+        self.dropped = Dropped()
         self._places: dict[int, _Places] = {}
         self._steps: NDArray[np.int64] | None = None
 
     def refresh(self) -> None:
         self.log.refresh()
+        self.dropped = read_dropped(self.directory)
         self.streams = read_streams(self.directory)
         self.by_key = {}
         for stream in self.streams:
@@ -307,6 +358,12 @@ class _Rank:
 
     def status(self) -> str:
         return "sealed" if is_sealed(self.directory) else "live" if is_locked(self.directory) else "torn"
+
+    def why_no_tensor(self, stream: Stream, kept: int, row: int) -> str | None:
+        """Why a record has no tensor; None if it has one."""
+        if kept != KEPT:
+            return WHY_NOT_KEPT.get(kept, "not kept")
+        return str(self.dropped) if row < self.dropped.rows.get(stream.id, 0) else None
 
     def check(self, table: pa.Table) -> None:
         """Raise TraceDamaged where records are of streams that are not in the table of streams."""
@@ -341,41 +398,24 @@ class _Rank:
                 self._places[stream.id] = _Places(**{name: column[:0] for name, column in columns.items()})
         return self._places[stream.id]
 
-    def records(
-        self, number: int, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None, steps: Steps
-    ) -> pa.Table:
-        known = self.steps()
-        condition = steps_condition(steps, int(known[-1]) if len(known) else -1)
+    def part(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> Part:
+        """Return what DuckDB is shown of the rank."""
+        condition = self._condition(layers, kinds, steps)
+        log = self.log.dataset()
+        return Part(number, log if condition is None else log.filter(condition), self.streams, self.dropped.rows)
+
+    def _condition(self, layers: _Globs, kinds: _Globs, steps: Steps) -> Any:
+        """Return a condition over the columns of the log for pyarrow, or None for all."""
+        last = int(max(self.steps(), default=-1)) if isinstance(steps, slice) else -1
+        condition = steps_condition(steps, last)
         if layers is not None or kinds is not None:
             wanted = [s.id for s in self.streams if matches(s.layer, layers) and matches(s.kind, kinds)]
             chosen = pa.compute.field("stream").isin(pa.array(wanted, pa.int32()))
             condition = chosen if condition is None else condition & chosen
-        table = self.log.table(None, condition).combine_chunks()
+        return condition
+
+    def records(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> pa.Table:
+        condition = self._condition(layers, kinds, steps)
+        table = self.log.table(None, condition)
         self.check(table)
-        count = len(table)
-        stream = table["stream"].combine_chunks() if count else pa.array([], pa.int32())
-        if isinstance(stream, pa.ChunkedArray):
-            stream = stream.chunk(0)
-
-        def of_stream(values: list[str]) -> pa.Array:
-            return pa.DictionaryArray.from_arrays(stream, pa.array(values, pa.string()))
-
-        shapes = pa.array([list(s.shape) for s in self.streams], pa.list_(pa.int64()))
-        mode = table["mode"].combine_chunks().cast(pa.int32()) if count else pa.array([], pa.int32())
-        if isinstance(mode, pa.ChunkedArray):
-            mode = mode.chunk(0)
-        columns = {
-            "rank": pa.array(np.full(count, number, np.int32)),
-            "step": table["step"],
-            "layer": of_stream([s.layer for s in self.streams]),
-            "kind": of_stream([s.kind for s in self.streams]),
-            "call": table["call"],
-            "path": of_stream([s.path for s in self.streams]),
-            "micro": table["micro"],
-            "mode": pa.DictionaryArray.from_arrays(mode, pa.array(MODES)),
-            "dtype": of_stream([s.dtype for s in self.streams]),
-            "shape": shapes.take(stream),
-            "kept": pa.array(table["kept"].to_numpy() == KEPT),
-            **{name: table[name] for name in STATISTICS},
-        }
-        return pa.table(columns)
+        return described(table, self.streams, number, self.dropped.kept(table))

@@ -37,10 +37,10 @@ class Oracle:
 
     def _watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
-            given = _cloned((args, kwargs))
+            given = clones_of((args, kwargs))
             if self._inputs:
                 self._keep_inputs(name, *given)
-                given = _cloned(given)
+                given = clones_of(given)
             output = forward(*given[0], **given[1])
             originals = {id(twin): tensor for twin, tensor in zip(_all(given), _all((args, kwargs)), strict=True)}
             if isinstance(output, Tensor) and id(output) in originals and output._version == 0:
@@ -50,7 +50,7 @@ class Oracle:
                 if self._inputs and original.requires_grad:
                     self._waiting.append((key, original))
                 return self._keep(name, original)
-            return _cloned(self._keep(name, output))
+            return clones_of(self._keep(name, output))
 
         return watched
 
@@ -121,13 +121,17 @@ def tensors_in(value: Any, path: str = "") -> Iterable[tuple[str, Tensor]]:
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from tensors_in(item, f"{path}.{number}" if path else str(number))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name), f"{path}.{field.name}" if path else field.name)
 
 
 def _all(value: Any) -> list[Tensor]:
     return [tensor for _, tensor in tensors_in(value)]
 
 
-def _cloned(value: Any) -> Any:
+def clones_of(value: Any) -> Any:
+    """The same nested value with a clone of each tensor; parameters stay themselves."""
     if isinstance(value, nn.Parameter):
         return value
     if isinstance(value, Tensor):
@@ -135,14 +139,14 @@ def _cloned(value: Any) -> Any:
     if isinstance(value, Mapping):
         twin = copy.copy(value)
         for name, item in value.items():
-            twin[name] = _cloned(item)
+            twin[name] = clones_of(item)
         return twin
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_cloned, value))
+        return type(value)(*map(clones_of, value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map(_cloned, value))
+        return type(value)(map(clones_of, value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
-            value, **{f.name: _cloned(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            value, **{f.name: clones_of(getattr(value, f.name)) for f in dataclasses.fields(value)}
         )
     return value

@@ -1,8 +1,10 @@
 """What goes wrong around a recording costs at most the recording, and never a committed step or a wrong value."""
 
 import mmap
+import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,7 +89,7 @@ def test_a_dropped_step_leaves_the_tensors_of_the_step_before(tmp_path):
         return place, row, facts
 
     (tmp_path / "rank-00000").mkdir()
-    plan = {"tensors": True, "max_bytes": 1 << 40, "keep_free": 0}
+    plan = {"tensors": True, "store": "zarr", "compression": None, "max_bytes": 1 << 40, "keep_free": 0}
     one = writer.Writer(tmp_path / "rank-00000", plan, memory)
     one.take([part(0, 1, {"streams": [stream], "commit": True}), part(1, 2, {})])
     one.take([part(1, 3, {"commit": True, "drop_tensors": True})])
@@ -140,9 +142,10 @@ def test_a_file_that_cannot_grow_ends_the_recording_and_not_the_training(tmp_pat
     trace.tensor(record["step"], record["layer"], record["kind"])
 
 
-def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_path):
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_path, store):
     model = net()
-    recorder = hookrec.attach(model, tmp_path / "a", keep_free=0)
+    recorder = hookrec.attach(model, tmp_path / "a", store=store, keep_free=0, restart=0)
     for _ in range(5):
         train(model, 1)
         time.sleep(0.2)  # steps that come together are committed together
@@ -224,12 +227,13 @@ def test_interrupts_at_any_moment_leave_whole_records(tmp_path):
         trace.tensor(record["step"], record["layer"], record["kind"], call=record["call"])
 
 
-def test_any_name_of_a_module_is_a_layer(tmp_path):
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_any_name_of_a_module_is_a_layer(tmp_path, store):
     names = ["a/b", "层", "x" * 300, "zarr.json", "%root", "a|b", " sp ", "A", "a", "__x", "con", "data"]
     model = nn.Module()
     for name in names:
         model._modules[name] = nn.Identity()
-    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0):
+    with hookrec.attach(model, tmp_path / "a", clock="manual", store=store, keep_free=0):
         for number, layer in enumerate(model._modules.values()):
             assert layer is not None
             layer(torch.tensor(number))
@@ -238,7 +242,8 @@ def test_any_name_of_a_module_is_a_layer(tmp_path):
     assert [int(trace.tensor(0, name)) for name in names] == list(range(len(names)))
 
 
-def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path):
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path, store):
     odd = [
         torch.empty(0, 3),
         torch.tensor(float("nan")),
@@ -251,7 +256,7 @@ def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path):
         torch.arange(4.0).to(torch.float8_e4m3fn),
     ]
     model = nn.Identity()
-    with hookrec.attach(model, tmp_path / "a", clock="manual", ring="1MiB", keep_free=0):
+    with hookrec.attach(model, tmp_path / "a", clock="manual", ring="1MiB", store=store, keep_free=0):
         for tensor in odd:
             model(tensor)
         model(torch.zeros(2_000_000))
@@ -265,7 +270,8 @@ def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path):
         assert got.tobytes() == (plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
     with pytest.raises(replay.NotRecorded, match="larger than the ring"):
         trace.tensor(0, "", call=len(odd))
-    assert "layout sparse_coo cannot be stored" in trace.notes[0]["note"]
+    assert np.array_equal(trace.tensor(0, "", call=len(odd) + 1), np.eye(3))
+    assert "layout sparse_coo: the dense tensor that it stands for" in trace.notes[0]["note"]
 
 
 def test_a_stream_goes_on_over_many_shards(tmp_path):
@@ -299,3 +305,69 @@ def test_after_detach_no_thread_process_or_open_file_is_left(tmp_path):
             train(model, 2)
 
     assert left() == before
+
+
+def _with_few_files(path: Path) -> None:
+    """Train 40 layers under `ulimit -n 64`; called in a process of its own."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    with hookrec.attach(model, path, keep_free=0):
+        train(model, 20)
+
+
+def test_few_open_files_are_enough(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_with_few_files, args=(tmp_path / "a",))
+    process.start()
+    process.join()
+
+    trace = replay.open(tmp_path / "a")
+    assert (process.exitcode, trace.status) == (0, "sealed")
+    assert trace.count == 20 * 80
+    assert not trace.not_kept
+
+
+def test_a_folder_that_is_removed_ends_at_most_the_recording(tmp_path):
+    bare = train(net(), 300)
+    model = net()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        recorder = hookrec.attach(model, tmp_path / "a", keep_free=0)
+        train(net(), 20)
+        shutil.rmtree(tmp_path / "a")
+        losses = train(model, 300)
+        recorder.detach()
+
+    assert losses == bare
+    assert 1 <= len(warned) <= 2
+    assert "hookrec" in str(warned[0].message)
+
+
+def test_two_processes_cannot_write_one_trace(tmp_path):
+    code = "import sys, hookrec; from torch import nn; hookrec.attach(nn.Linear(1, 1), sys.argv[1])"
+    model = net()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        second = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True)
+        train(model, 3)
+
+    assert "holds a trace already" in second.stderr
+    assert replay.open(tmp_path / "a").steps == [0, 1, 2]
+
+
+def test_a_place_where_nothing_can_be_written_is_refused():
+    with pytest.raises(hookrec.AttachError, match="cannot be made"):
+        hookrec.attach(net(), "/proc/nothing/here")
+
+
+def test_a_writer_that_stands_still_makes_the_training_wait_and_loses_nothing(tmp_path):
+    model = net(512)
+    with hookrec.attach(model, tmp_path / "a", ring="1MiB", keep_free=0) as recorder:
+        writer_of(recorder).send_signal(signal.SIGSTOP)
+        timer = threading.Timer(1, writer_of(recorder).send_signal, [signal.SIGCONT])
+        timer.start()
+        train(model, 30, 512)
+        timer.join()
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.count == 30 * 6
+    assert not trace.not_kept

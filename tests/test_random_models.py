@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hookrec.calls import Call
+from hookrec.calls import Call, Named
 from hookrec.guard import Guard
-from hookrec.hooks import Hooks, Named
+from hookrec.hooks import Hooks
 from hookrec.layers import choose, layers_of
 from hookrec.statistics import describe
 from tests.oracle import Key, Oracle, raw

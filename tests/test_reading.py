@@ -37,6 +37,33 @@ def test_zarr_python_and_tensorstore_read_a_sealed_trace(tmp_path):
     assert np.array_equal(dataset.data.sel(step=2).values, expected[2])
 
 
+def test_h5py_alone_reads_a_trace_by_step_and_layer(tmp_path):
+    """Live segments by themselves, and all of it when it is sealed."""
+    import h5py
+
+    model = convolutional()
+    with hookrec.attach(model, tmp_path / "a", store="hdf5", keep_free=0):
+        train(model, SAMPLES[convolutional], 3)
+        trace = replay.open(tmp_path / "a")
+        deadline = time.monotonic() + 10
+        while trace.refresh().steps != [0, 1, 2] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with h5py.File(tmp_path / "a/rank-00000/tensors-00000.h5") as file:
+            assert np.array_equal(file["4/output/data"][2], trace.tensor(2, "4"))
+
+    (tmp_path / "a").rename(tmp_path / "moved")
+    trace = replay.open(tmp_path / "moved")
+    with h5py.File(tmp_path / "moved/rank-00000/tensors.h5") as file:
+        for layer in trace.layers:
+            for kind in trace.kinds:
+                group = file[f"{layer}/{kind}"]
+                row = int(np.flatnonzero(group["step"][:] == 1)[0])
+                assert np.array_equal(group["data"][row], trace.tensor(1, layer, kind))
+                assert group["data"].dims[0].label == "step"
+                assert group["data"].dims[0][0].name == f"/{layer}/{kind}/step"
+                assert group["data"].attrs["layer"] == layer
+
+
 def test_exported_statistics_open_in_pandas_polars_and_duckdb(tmp_path):
     import duckdb
     import pandas as pd
@@ -130,10 +157,11 @@ while seen < steps and time.monotonic() < deadline:
 """
 
 
-def test_a_second_process_sees_each_step_of_a_live_trace_within_a_second(tmp_path):
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_a_second_process_sees_each_step_of_a_live_trace_within_a_second(tmp_path, store):
     model = convolutional()
     ended = []
-    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+    with hookrec.attach(model, tmp_path / "a", store=store, keep_free=0):
         command = [sys.executable, "-c", WATCHER, str(tmp_path / "a"), "5"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
             assert watcher.stdout is not None

@@ -24,12 +24,13 @@ from tests.samples import SAMPLES, convolutional, train
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.parametrize("how", [{}, {"store": "hdf5"}, {"compression": "zstd"}, {"compression": "blosc"}])
 @pytest.mark.parametrize("make", SAMPLES)
-def test_each_record_is_bit_for_bit_what_a_clone_holds(tmp_path, make):
+def test_each_record_is_bit_for_bit_what_a_clone_holds(tmp_path, make, how):
     model, twin = make(), make()
     oracle = Oracle(leaves(twin))
 
-    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+    with hookrec.attach(model, tmp_path / "a", keep_free=0, **how):
         train(model, SAMPLES[make], 3)
 
     train(twin, SAMPLES[make], 3, oracle)
@@ -115,7 +116,7 @@ from torch import nn
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 8))
 optimizer = torch.optim.SGD(model.parameters(), 0.0)
-hookrec.attach(model, sys.argv[1], keep_free=0)
+hookrec.attach(model, sys.argv[1], store=sys.argv[2], keep_free=0)
 step = 0
 while True:
     optimizer.zero_grad()
@@ -126,10 +127,12 @@ while True:
 """
 
 
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 50))])
-def test_a_killed_training_leaves_each_step_whole(tmp_path, seed):
+def test_a_killed_training_leaves_each_step_whole(tmp_path, seed, store):
     trace_path = tmp_path / "a"
-    process = subprocess.Popen([sys.executable, "-c", KILLED, str(trace_path)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", KILLED, str(trace_path), store]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()
     time.sleep(float(np.random.default_rng(seed).uniform(0.01, 0.5)))
@@ -202,7 +205,7 @@ def test_a_step_larger_than_the_ring_is_recorded_in_parts(tmp_path):
 def test_the_death_of_the_writer_does_not_end_the_training(tmp_path):
     model = convolutional()
     bare = train(convolutional(), SAMPLES[convolutional], 4)
-    rec = hookrec.attach(model, tmp_path / "a", keep_free=0)
+    rec = hookrec.attach(model, tmp_path / "a", keep_free=0, restart=0)
     os.kill(rec._recording._writer._process.pid, signal.SIGKILL)
     rec._recording._writer._process.wait()
 

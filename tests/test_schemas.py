@@ -11,11 +11,15 @@ from torch import nn
 
 import hookrec
 import replay
+from hookrec.findings import as_alert, ended
+from replay.alerts import AlertFile, read_alerts
+from replay.dropping import drop, shards
 from replay.format import DTYPES, KINDS, RECORD_SCHEMA, WHY_NOT_KEPT
 
 SCHEMAS = Path(__file__).parent.parent / "schemas"
 EXAMPLES = sorted(path.stem for path in (SCHEMAS / "examples").iterdir())
 PLACES = {"trace": "trace.json", "model": "rank-00000/model.json", "end": "rank-00000/end.json"}
+LATER = {"dropped": "rank-00000/tensors-dropped.json", "alert": "alerts.jsonl"}
 
 
 def validator(name: str) -> jsonschema.Draft202012Validator:
@@ -42,6 +46,7 @@ def read_all(path: Path) -> None:
     """Open a trace and look at whatever comes from its JSON files."""
     opened = replay.open(path)
     _ = opened.status, opened.endings, opened.silent, opened.layers
+    read_alerts(path)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
@@ -53,7 +58,7 @@ def test_schema_and_reader_agree_on_each_example(trace, example):
         lines = streams.read_text().splitlines()
         streams.write_text("\n".join([json.dumps(content), *lines[1:]]) + "\n")
     else:
-        (trace / PLACES[kind]).write_text(json.dumps(content))
+        (trace / (PLACES | LATER)[kind]).write_text(json.dumps(content) + "\n")
 
     assert validator(kind).is_valid(content) == (verdict == "accept")
     if verdict == "accept":
@@ -68,6 +73,15 @@ def test_what_is_written_fits_the_schemas(trace):
         validator(kind).validate(json.loads((trace / place).read_text()))
     for line in (trace / "rank-00000/streams.jsonl").read_text().splitlines():
         validator("stream").validate(json.loads(line))
+
+
+def test_what_a_daemon_adds_fits_the_schemas(trace):
+    rank = trace / "rank-00000"
+    drop(rank, shards(rank)[:1], "the quota of 1 bytes", "2026-12-02T12:00:00.000+00:00")
+    AlertFile(trace).append([as_alert(ended(0, {"how": "died"}), "0" * 32, "2026-12-02T12:00:00.000+00:00")])
+
+    for kind, place in LATER.items():
+        validator(kind).validate(json.loads((trace / place).read_text()))
 
 
 def test_the_log_has_the_columns_of_its_schema():

@@ -1,0 +1,39 @@
+"""`hookrec pin` and `unpin`: which traces keep their tensors, whatever the quota."""
+
+from pathlib import Path
+
+import click
+
+import replay
+from replay.catalog import printable
+from replay.format import PINNED_FILE
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+def pin(trace: Path) -> None:
+    """Keep the tensors of a trace, whatever the quota of a daemon. May be repeated.
+
+    Ends with 1 where there is no trace, or it cannot be written to.
+    """
+    with replay.open(trace):
+        try:
+            (trace / PINNED_FILE).touch()
+        except OSError as error:
+            raise click.ClickException(f"{printable(trace)} cannot be pinned: {error.strerror}.") from None
+    click.echo(f"{printable(trace)} is pinned: no quota drops its tensors", err=True)
+
+
+@click.command()
+@click.argument("trace", type=click.Path(path_type=Path))
+def unpin(trace: Path) -> None:
+    """Let the quota of a daemon drop the tensors of a trace. May be repeated.
+
+    Ends with 1 where there is no trace, or it cannot be written to.
+    """
+    with replay.open(trace):
+        try:
+            (trace / PINNED_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            raise click.ClickException(f"{printable(trace)} cannot be unpinned: {error.strerror}.") from None
+    click.echo(f"{printable(trace)} is not pinned", err=True)

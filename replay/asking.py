@@ -1,0 +1,39 @@
+"""The command `replay sql`: a query by its words, or from standard input, and what it finds."""
+
+import sys
+from pathlib import Path
+
+import click
+
+import replay
+from replay.command_line import json_option, limit_option, print_rows, trace_argument
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  replay sql runs/a "select layer, max(absmax) from records group by 1 order by 2 desc"
+  replay sql runs/a "select step, value from scalars where name = 'loss' order by step"
+  replay sql runs/a "select class, sum(nbytes) from records join modules using (rank, layer) group by 1"
+  replay sql runs/a "select step, list_aggregate(tensor(r), 'median') from records r where layer = 'fc1'"
+  replay sql runs/a "describe records"
+  replay sql runs/a - < query.sql
+
+Ends with 0, also where no row is found, and with 1 if the query cannot be answered.
+"""
+)
+@trace_argument
+@click.argument("query")
+@limit_option
+@json_option
+def sql(trace: Path, query: str, limit: int, as_json: bool) -> None:
+    """Answer a query in DuckDB's SQL over the tables records, streams, scalars and modules.
+
+    tensor(records) is the list of a record's values. A query reads no other files and writes none. QUERY may be "-" for
+    standard input. With --json all rows are printed.
+    """
+    found = replay.open(trace).sql(sys.stdin.read() if query == "-" else query)
+    shown = found if as_json else found.slice(0, limit)
+    print_rows(shown.to_pylist(), as_json, found.column_names)
+    if len(found) > len(shown):
+        click.echo(f"{len(found) - limit:,} more; --limit shows them.", err=True)

@@ -1,0 +1,60 @@
+"""How records are compressed: lossless, by codecs that readers of Zarr have.
+
+zstd and lz4 come from numcodecs, which zarr-python uses too; blosc shuffles bytes by significance first, which floats
+need: their exponents compress, their mantissas hardly do.
+"""
+
+import functools
+from typing import Any
+
+from replay.errors import TraceDamaged
+
+_LEVEL = 1  # of zstd: higher levels take several times as long for a few per cent
+
+
+def compress(codec: str, data: memoryview, itemsize: int) -> memoryview:
+    """Return compressed bytes.
+
+    Args:
+        codec: one of `format.CODECS`.
+        data: the bytes of a tensor.
+        itemsize: bytes of one element.
+    """
+    return memoryview(_coder(codec, itemsize).encode(data))
+
+
+def decompress(codec: str, data: bytearray, nbytes: int) -> bytearray:
+    """Return the bytes that were compressed.
+
+    Raises:
+        TraceDamaged: they are not what was compressed.
+    """
+    out = bytearray(nbytes)
+    if not nbytes:
+        return out
+    try:
+        _coder(codec, 1).decode(data, out)
+    except (RuntimeError, ValueError) as error:
+        raise TraceDamaged(f"A record compressed by {codec} cannot be read: {error}.") from None
+    return out
+
+
+def zarr_codec(codec: str, itemsize: int) -> dict[str, Any]:
+    """Return a codec as the metadata of a Zarr array names it."""
+    if codec == "zstd":
+        return {"name": "zstd", "configuration": {"level": _LEVEL, "checksum": False}}
+    configuration = {"cname": "zstd" if codec == "blosc" else "lz4", "clevel": 1, "shuffle": "shuffle"}
+    return {"name": "blosc", "configuration": {**configuration, "typesize": itemsize, "blocksize": 0}}
+
+
+@functools.cache
+def _coder(codec: str, itemsize: int) -> Any:
+    if codec == "zstd":
+        from numcodecs.zstd import Zstd
+
+        return Zstd(level=_LEVEL)
+    from numcodecs import blosc
+    from numcodecs.blosc import Blosc
+
+    blosc.set_nthreads(1)  # the other cores are the training's
+    return Blosc("zstd" if codec == "blosc" else "lz4", clevel=1, shuffle=Blosc.SHUFFLE)

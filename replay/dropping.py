@@ -1,0 +1,169 @@
+"""How tensors of a sealed rank are dropped: the reason is written first, then the files go.
+
+So whoever reads at any moment, also after a kill in the middle, finds the tensor or the reason why it is gone, and
+never a file that is missing for no reason. Statistics stay. What goes are whole shards of a stream, from its first,
+so that one number a stream says all: the row at which its tensors begin.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from replay.errors import TraceDamaged
+from replay.format import DROPPED_FILE, KEPT, Stream, write_whole
+from replay.seal import read_streams
+from replay.zarr_store import DIRECTORY, forget_rows, rows_per_shard, shard_files
+
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """What was dropped of a rank.
+
+    Attributes:
+        why: the last reason, the end of a sentence.
+        time: when (RFC 3339).
+        rows: by stream id, how many of its first rows have no tensor any more.
+        nbytes: bytes of the tensors that were dropped.
+    """
+
+    why: str = ""
+    time: str = ""
+    rows: Mapping[int, int] = field(default_factory=dict)
+    nbytes: int = 0
+
+    def __str__(self) -> str:
+        return f"dropped by {self.why} on {self.time}"
+
+    def kept(self, table: pa.Table) -> NDArray[np.bool_]:
+        """Return whether the tensors of rows of the log are there; takes the columns stream, kept and row."""
+        kept: NDArray[np.bool_] = table["kept"].to_numpy() == KEPT
+        if self.rows:
+            begins = np.zeros(max(self.rows) + 2, np.int64)
+            begins[list(self.rows)] = list(self.rows.values())
+            kept &= table["row"].to_numpy() >= begins[np.minimum(table["stream"].to_numpy(), len(begins) - 1)]
+        return kept
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of tensors, the least that is dropped.
+
+    Attributes:
+        stream: whose.
+        number: which of the stream's shards, from 0.
+        path: the file.
+        nbytes: what it takes on the disk.
+        time_s: when it was last written (seconds since 1970), and not before the shards in front of it.
+    """
+
+    stream: Stream
+    number: int
+    path: Path
+    nbytes: int
+    time_s: float
+
+
+def read_dropped(rank_directory: Path) -> Dropped:
+    """Return what was dropped of a rank; nothing, where nothing was.
+
+    Raises:
+        TraceDamaged: the file is not what the format says.
+    """
+    path = rank_directory / DROPPED_FILE
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = {int(stream): count for stream, count in found["streams"].items()}
+        why, time, nbytes = found["why"], found["time"], found["bytes"]
+        if not (isinstance(why, str) and isinstance(time, str)):
+            raise TypeError("why and time are strings")
+        if any(not isinstance(number, int) or number < 0 for number in (nbytes, *rows, *rows.values())):
+            raise TypeError("bytes, and what streams says, are numbers from 0")
+        return Dropped(why, time, rows, nbytes)
+    except FileNotFoundError:
+        return Dropped()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceDamaged(f"{path} does not say which tensors were dropped: {error!r}.") from None
+
+
+def on_disk(stat: os.stat_result) -> int:
+    """Return what a file takes on the disk: blocks of 4 KiB. What the system says of fresh files is not settled yet."""
+    return -(-stat.st_size // _BLOCK) * _BLOCK
+
+
+def shards(rank_directory: Path) -> list[Shard]:
+    """Return the files of tensors that a rank has, those of a stream in order."""
+    store = rank_directory / DIRECTORY
+    found = []
+    for stream in read_streams(rank_directory):
+        time_s = 0.0
+        for number, path in shard_files(store, stream):
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                time_s = max(time_s, stat.st_mtime)
+                found.append(Shard(stream, number, path, on_disk(stat), time_s))
+    return found
+
+
+def drop(rank_directory: Path, victims: Iterable[Shard], why: str, time: str) -> None:
+    """Drop shards of a sealed rank, and those before them in their streams. May be repeated.
+
+    Args:
+        rank_directory: the rank; its writer's lock is held by the caller.
+        victims: what to drop.
+        why: the reason, the end of a sentence that begins with "dropped by".
+        time: now (RFC 3339).
+
+    Raises:
+        OSError: a file could not be written or removed. What the rank says of itself is right all the same.
+    """
+    store = rank_directory / DIRECTORY
+    victims = list(victims)
+    before = read_dropped(rank_directory)
+    rows, nbytes = dict(before.rows), before.nbytes
+    streams = {shard.stream.id: shard.stream for shard in victims}
+    for shard in victims:
+        end = (shard.number + 1) * rows_per_shard(shard.stream.nbytes)
+        rows[shard.stream.id] = max(end, rows.get(shard.stream.id, 0))
+    for number, stream in streams.items():
+        there = forget_rows(store, stream, rows[number])
+        gone = min(rows[number], there) - min(before.rows.get(number, 0), there)
+        nbytes += gone * stream.nbytes
+    if rows != before.rows:
+        document = {"why": why, "time": time, "bytes": nbytes, "streams": {str(k): v for k, v in sorted(rows.items())}}
+        write_whole(rank_directory / DROPPED_FILE, json.dumps(document, indent=1) + "\n")
+        with (rank_directory / DROPPED_FILE).open("rb") as file:
+            os.fsync(file)  # the files must not be gone before it, when the power fails
+    _remove_below(store, streams.values(), rows)
+
+
+def finish_dropping(rank_directory: Path) -> None:
+    """Remove files that were dropped before a kill came in between.
+
+    Raises:
+        OSError: one could not be removed.
+        TraceDamaged: what was dropped cannot be read.
+    """
+    rows = read_dropped(rank_directory).rows
+    if rows:
+        streams = [stream for stream in read_streams(rank_directory) if stream.id in rows]
+        _remove_below(rank_directory / DIRECTORY, streams, rows)
+
+
+def _remove_below(store: Path, streams: Iterable[Stream], rows: Mapping[int, int]) -> None:
+    for stream in streams:
+        for number, path in shard_files(store, stream):
+            if number * rows_per_shard(stream.nbytes) >= rows[stream.id]:
+                continue
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                for folder in list(path.parents)[: len(stream.shape)]:
+                    folder.rmdir()

@@ -1,0 +1,117 @@
+"""How bytes reach a file and come back: past the page cache where that works, with few files open.
+
+Direct I/O takes whole pages only, from page borders in memory to page borders in the file. Where a file system has
+none, or refuses it at the first write, writing goes on through the page cache.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import resource
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+from replay.errors import TraceDamaged
+
+PAGE = 4096
+VECTOR = 1024
+"""The most parts that one call writes: IOV_MAX."""
+
+_OPEN_FILES = 400
+
+
+class Files:
+    """A few open files; the longest unused is closed first.
+
+    Args:
+        flags: of `os.open`.
+    """
+
+    def __init__(self, flags: int) -> None:
+        self._flags = flags | os.O_CLOEXEC
+        self._fds: OrderedDict[tuple[Path, bool], int] = OrderedDict()
+        self._most = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+    def write(self, path: Path, parts: Sequence[memoryview], offset: int, *, direct: bool) -> None:
+        """Write parts one behind the other, at most `VECTOR` of them.
+
+        Args:
+            path: the file; it is made if it is not there and the flags say so.
+            parts: what is written; if directly, then whole pages that begin on page borders.
+            offset: where in the file the first part begins.
+            direct: past the page cache, if that can be.
+
+        Raises:
+            OSError: not all was written.
+        """
+        fd = self._fd(path, direct)
+        while parts:
+            try:
+                written = os.pwritev(fd, parts, offset)
+            except OSError as error:
+                # Some file systems take O_DIRECT at open and refuse it at the first write; what is left of a write
+                # that was cut short may not end on a border.
+                if not direct or error.errno != errno.EINVAL:
+                    raise
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+                direct = False
+                continue
+            offset += written
+            whole = 0
+            while whole < len(parts) and written >= len(parts[whole]):
+                written -= len(parts[whole])
+                whole += 1
+            parts = [parts[whole][written:], *parts[whole + 1 :]] if whole < len(parts) else []
+
+    def fill(self, path: Path, data: bytearray, offset: int) -> None:
+        """Read committed bytes from an offset on.
+
+        Raises:
+            TraceDamaged: they are not all there.
+        """
+        into, got = memoryview(data), 0
+        try:
+            fd = self._fd(path, direct=False)
+            while got < len(into) and (n := os.preadv(fd, [into[got:]], offset + got)):
+                got += n
+        except OSError as error:
+            raise TraceDamaged(
+                f"{path} cannot be read: {error}. The records of other files can still be read."
+            ) from error
+        if got != len(into):
+            raise TraceDamaged(f"{path} is too short: {len(into)} bytes were committed at {offset}, {got} are there.")
+
+    def drop(self, path: Path) -> None:
+        """Close a file that will not be needed soon."""
+        for direct in (False, True):
+            if (fd := self._fds.pop((path, direct), None)) is not None:
+                _close(fd)
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._fds:
+            _close(self._fds.popitem()[1])
+
+    def _fd(self, path: Path, direct: bool) -> int:
+        key = (path, direct)
+        fd = self._fds.get(key)
+        if fd is not None:
+            self._fds.move_to_end(key)
+            return fd
+        if len(self._fds) >= self._most:
+            _close(self._fds.popitem(last=False)[1])
+        try:
+            fd = os.open(path, self._flags | (os.O_DIRECT if direct else 0), 0o666)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            fd = os.open(path, self._flags, 0o666)  # a file system without direct I/O
+        self._fds[key] = fd
+        return fd
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):
+        os.close(fd)

@@ -1,0 +1,105 @@
+"""Follows a trace: each record once, as its step is committed, without keeping what was seen.
+
+`Trace.refresh` keeps the whole of the log that is being written, to answer any question at once. Whoever stays beside
+fifty live trainings wants only what is new: this reader holds a place in the log of each rank and nothing else.
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pyarrow as pa
+
+from replay.dropping import read_dropped
+from replay.errors import TraceDamaged
+from replay.format import STREAMS_FILE, Stream, whole_lines
+from replay.log import Following
+from replay.records import described
+
+Place = tuple[int, int]
+"""A segment of a rank's log, and how many of its rows were read."""
+
+
+class Follower:
+    """Reads what is new in a trace.
+
+    Args:
+        path: the trace.
+        places: by rank, where an earlier follower ended; a rank that is not named is read from its beginning.
+    """
+
+    def __init__(self, path: Path, places: Mapping[int, Place] | None = None) -> None:
+        self._path = path
+        self._places = dict(places or {})
+        self._ranks: dict[int, _Rank] = {}
+
+    @property
+    def places(self) -> dict[int, Place]:
+        """By rank, the place up to which everything was read."""
+        return self._places | {number: rank.place for number, rank in self._ranks.items()}
+
+    @property
+    def directories(self) -> dict[int, Path]:
+        """The directory of each rank that was found."""
+        return {number: rank.directory for number, rank in self._ranks.items()}
+
+    def read(self) -> Iterator[pa.Table]:
+        """Yield new records, rank by rank, in the order of execution: the columns of `Trace.records`.
+
+        Raises:
+            TraceDamaged: a file is not what the format says. The other ranks were read before this is raised.
+            OSError: it cannot be read; likewise.
+        """
+        trouble: Exception | None = None
+        for directory in sorted(self._path.glob("rank-[0-9]*")):
+            number = directory.name.removeprefix("rank-")
+            if number.isdigit() and int(number) not in self._ranks and directory.is_dir():
+                place = self._places.get(int(number), (0, 0))
+                self._ranks[int(number)] = _Rank(directory, int(number), place)
+        for rank in list(self._ranks.values()):
+            try:
+                while len(found := rank.read()):
+                    yield found
+            except (TraceDamaged, OSError) as error:
+                trouble = trouble or error
+        if trouble is not None:
+            raise trouble
+
+
+class _Rank:
+    def __init__(self, directory: Path, number: int, place: Place) -> None:
+        self.directory = directory
+        self.number = number
+        self._log = Following(directory, place)
+        self._streams: list[Stream] = []
+        self._streams_end = 0
+        self._held: tuple[Place, pa.Table] | None = None
+
+    @property
+    def place(self) -> Place:
+        return self._log.place if self._held is None else self._held[0]
+
+    def read(self) -> pa.Table:
+        if self._held is None:
+            before = self._log.place
+            table = self._log.read()
+            if not len(table):
+                return table
+            self._held = before, table
+        # What cannot be described now is held until it can: over NFS, a stream may be seen after its records.
+        records = self._described(self._held[1])
+        self._held = None
+        return records
+
+    def _described(self, table: pa.Table) -> pa.Table:
+        last = int(table["stream"].to_numpy().max())
+        if last >= len(self._streams):
+            path = self.directory / STREAMS_FILE
+            lines, end = whole_lines(path, self._streams_end)
+            self._streams += [Stream.from_json(line, path) for line in lines]
+            self._streams_end = end
+        if last >= len(self._streams):
+            raise TraceDamaged(
+                f"{self.directory} has records of stream {last}, and {len(self._streams)} streams: lines of "
+                "streams.jsonl are missing. Put that file back from a copy."
+            )
+        return described(table, self._streams, self.number, read_dropped(self.directory).kept(table))

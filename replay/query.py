@@ -1,0 +1,268 @@
+"""How DuckDB sees a trace: which tables there are, and what a query may not do.
+
+The log is never copied into DuckDB. It is read through a pyarrow dataset, so that only the columns and
+row groups that a query needs are touched. Layer, kind, path, dtype and shape are looked up by the number of the
+stream in a list, not joined: that is faster, and DuckDB keeps the order of the rows of one table, not of a join.
+
+A query may come from a stranger (a notebook, a web page). It has no file system, no extensions and no variables of
+ours, and cannot give itself any: the settings are locked before it runs.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from replay.errors import BadQuery, NotRecorded, ReplayError, TraceDamaged
+from replay.format import KEPT, MODES, RECORD_SCHEMA, STATISTICS, Stream
+
+if TYPE_CHECKING:
+    import duckdb
+
+Tensor = Callable[..., NDArray[Any]]
+
+_NO_ACCESS: dict[str, Any] = {
+    "enable_external_access": "false",
+    "python_enable_replacements": "false",
+    "autoinstall_known_extensions": "false",
+    "autoload_known_extensions": "false",
+    "temp_directory": "",  # DuckDB would write there what does not fit into memory
+}
+_NAME = pa.dictionary(pa.int32(), pa.string())
+_OF_STREAM = {"layer": _NAME, "kind": _NAME, "path": _NAME, "dtype": _NAME, "shape": pa.list_(pa.int64())}
+_IN_LOG = {name: RECORD_SCHEMA.field(name).type for name in ("step", "call", "micro", *STATISTICS)}
+_TYPES = {"rank": pa.int32(), "mode": _NAME, "kept": pa.bool_(), **_OF_STREAM, **_IN_LOG}
+_KEY = ("rank", "step", "layer", "kind", "call", "path")
+RECORDS = pa.schema([(name, _TYPES[name]) for name in (*_KEY, "micro", "mode", "dtype", "shape", "kept", *STATISTICS)])
+"""The columns of `Trace.records`."""
+_COLUMNS = (*RECORDS.names, "nbytes", "stream")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank adds to the tables.
+
+    Attributes:
+        rank: its number.
+        log: its records, a `pyarrow.dataset.Dataset` of the log's schema, perhaps filtered.
+        streams: its table of streams.
+        dropped: by stream, how many of its first rows have no tensor any more.
+    """
+
+    rank: int
+    log: Any
+    streams: Sequence[Stream]
+    dropped: Mapping[int, int]
+
+
+def connect() -> "duckdb.DuckDBPyConnection":
+    """Return a connection to a DuckDB that sees nothing but the tables it is given."""
+    import duckdb
+
+    return duckdb.connect(config=_NO_ACCESS)
+
+
+def rows_where(parts: Sequence[Part], where: str) -> pa.Table:
+    """Return the records for which a condition holds, in the order of execution.
+
+    Args:
+        parts: the ranks.
+        where: a condition in DuckDB's SQL.
+
+    Raises:
+        BadQuery: the condition cannot be understood.
+        TraceDamaged: the log cannot be read.
+    """
+    with connect() as connection:
+        _add_records(connection, parts)
+        return _rows_where(connection, where, _COLUMNS).cast(RECORDS)
+
+
+def records_where(records: pa.Table, where: str, connection: "duckdb.DuckDBPyConnection | None" = None) -> pa.Table:
+    """Return those of some records for which a condition holds, in their order.
+
+    Args:
+        records: as `Trace.records` returns them.
+        where: a condition in DuckDB's SQL.
+        connection: from `connect`; whoever asks often keeps one, since to make it takes ten times as long as to ask.
+
+    Raises:
+        BadQuery: the condition cannot be understood.
+    """
+    with contextlib.ExitStack() as stack:
+        if connection is None:
+            connection = stack.enter_context(connect())
+        stack.callback(connection.unregister, "records")
+        connection.register("records", records)
+        return _rows_where(connection, where, RECORDS.names).cast(records.schema)
+
+
+def _rows_where(connection: "duckdb.DuckDBPyConnection", where: str, columns: Sequence[str]) -> pa.Table:
+    import duckdb
+
+    query = f"select {_names(RECORDS.names)} from records where (\n{where}\n)"
+    try:
+        if len(connection.extract_statements(query)) != 1:
+            raise BadQuery(f"where={where!r} is more than one condition. Join conditions by `and`, `or`.")
+        return connection.sql(query).to_arrow_table()
+    except duckdb.Error as error:
+        reason = _reason(error).splitlines()[0]
+        raise BadQuery(
+            f"where={where!r} cannot be understood: {reason} The columns are {', '.join(columns)}."
+        ) from None
+
+
+def answer(query: str, parts: Sequence[Part], more: Mapping[str, Callable[[], pa.Table]], tensor: Tensor) -> pa.Table:
+    """Return what a query in DuckDB's SQL finds.
+
+    Args:
+        query: a statement that gives rows.
+        parts: the ranks; they make the tables `records` and `streams`.
+        more: further tables by name, made if the query names them.
+        tensor: `Trace.tensor`, for the function `tensor(records)`.
+
+    Raises:
+        BadQuery: the query cannot be understood, or wants what it may not have.
+        TraceDamaged: the log, or a tensor that the query looks at, cannot be read.
+    """
+    import duckdb
+
+    with connect() as connection:
+        trouble: list[ReplayError] = []
+        tables = {"records": _COLUMNS, "streams": _streams(parts[:0]).column_names}
+        try:
+            _add_records(connection, parts)
+            _add_tensor(connection, tensor, trouble)
+            for name, table in more.items():
+                made = table() if name in query.casefold() else None
+                tables[name] = ("…",) if made is None else made.column_names
+                if made is not None:
+                    connection.register(name, made)
+            relation = connection.sql(query)
+            if relation is None:
+                raise BadQuery(f"{query!r} asks for no rows. {_there(tables)}")
+            found = relation.to_arrow_table()
+        except duckdb.Error as error:
+            if trouble:
+                raise trouble[0] from None
+            raise BadQuery(f"The query cannot be answered: {_reason(error)}\n{_there(tables)}") from None
+    return _plain(found)
+
+
+def _add_records(connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part]) -> None:
+    """Make the tables `streams` and `records`, and lock the settings."""
+    connection.register("streams", _streams(parts))
+    connection.execute(f"set variable modes = {list(MODES)}")
+    views = []
+    for part in parts:
+        rank = part.rank
+        connection.register(f"log_{rank}", part.log)
+        for name in _OF_STREAM:
+            connection.execute(
+                f"set variable {name}_{rank} = (select list({name} order by stream) from streams where rank = {rank})"
+            )
+        dropped = [part.dropped.get(stream.id, 0) for stream in part.streams]
+        connection.execute(f"set variable dropped_{rank} = {dropped}::bigint[]")
+        of_stream = {name: f"getvariable('{name}_{rank}')[stream + 1]" for name in _OF_STREAM}
+        made = {
+            "rank": f"{rank}::integer",
+            "mode": "getvariable('modes')[mode + 1]",
+            "kept": f"kept = {KEPT} and row >= getvariable('dropped_{rank}')[stream + 1]",
+            **of_stream,
+        }
+        columns = ", ".join(f'{made.get(name, _names([name]))} as "{name}"' for name in _COLUMNS)
+        views.append(f"select {columns} from log_{rank}")
+        last = connection.execute(f"select max(stream) from log_{rank}").fetchall()[0][0]
+        if last is not None and last >= len(part.streams):
+            raise TraceDamaged(
+                f"Rank {rank} has records of stream {last}, and {len(part.streams)} streams: lines of streams.jsonl "
+                "are missing. Put that file back from a copy."
+            )
+    connection.execute("create view records as " + " union all ".join(views))
+    connection.execute("set lock_configuration = true")
+
+
+def _streams(parts: Sequence[Part]) -> pa.Table:
+    types = {
+        "rank": pa.int32(),
+        "stream": pa.int32(),
+        "layer": pa.string(),
+        "kind": pa.string(),
+        "path": pa.string(),
+        "dtype": pa.string(),
+        "shape": pa.list_(pa.int64()),
+        "location": pa.string(),
+    }
+    rows = [
+        (part.rank, s.id, s.layer, s.kind, s.path, s.dtype, list(s.shape), s.location)
+        for part in parts
+        for s in part.streams
+    ]
+    columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(types)
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, types.values(), strict=True)]
+    return pa.table(arrays, names=list(types))
+
+
+def modules_of(modules: Mapping[int, Sequence[Mapping[str, Any]]]) -> pa.Table:
+    """Return the table `modules`: one row a module of each rank, in the order of `named_modules()`."""
+    types = {"rank": pa.int32(), "layer": pa.string(), "class": pa.string(), "leaf": pa.bool_(), "recorded": pa.bool_()}
+    rows = [{**module, "rank": rank, "layer": module["name"]} for rank, found in modules.items() for module in found]
+    return pa.Table.from_pylist([{name: row.get(name) for name in types} for row in rows], pa.schema(types.items()))
+
+
+def _add_tensor(connection: "duckdb.DuckDBPyConnection", tensor: Tensor, trouble: list[ReplayError]) -> None:
+    """Make the function `tensor(records)`: the values of a record as a list of doubles, null where it has none."""
+    one_at_a_time = threading.Lock()  # DuckDB calls from several threads; a trace's open files are for one
+
+    def values(rank: int, step: int, layer: str, kind: str, call: int, path: str) -> NDArray[np.float64] | None:
+        try:
+            with one_at_a_time:
+                found = tensor(step, layer, kind, call=call, path=path, rank=rank)
+        except NotRecorded:
+            return None
+        except ReplayError as error:
+            trouble.append(error)
+            raise
+        if found.dtype.kind == "c":
+            found = np.abs(found)
+        return found.reshape(-1).astype(np.float64)
+
+    types = ["INTEGER", "BIGINT", "VARCHAR", "VARCHAR", "INTEGER", "VARCHAR"]
+    make: Any = connection.create_function  # its stubs know fewer names of types than it does
+    make("tensor_values", values, types, "DOUBLE[]", null_handling="special")
+    fields = ", ".join(f"record.{name}" for name in _KEY)
+    connection.execute(f"create macro tensor(record) as tensor_values({fields})")
+
+
+def _plain(table: pa.Table) -> pa.Table:
+    """Sums of integers as integers, which DuckDB gives 128 bits; no two columns of one name."""
+    names: list[str] = []
+    columns = []
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        if pa.types.is_decimal(column.type) and column.type.scale == 0:
+            try:
+                column = column.cast(pa.int64())
+            except pa.ArrowInvalid:
+                column = column.cast(pa.float64())
+        taken = sum(other == name or other.startswith(f"{name}_") for other in names)
+        names.append(f"{name}_{taken}" if name in names else name)
+        columns.append(column)
+    return pa.table(columns, names=names)
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip()
+
+
+def _there(tables: Mapping[str, Sequence[str]]) -> str:
+    lines = (f"  {name}: {', '.join(columns)}" for name, columns in tables.items())
+    return "\n".join(("The tables and their columns:", *lines))

@@ -1,0 +1,55 @@
+"""What a record looks like to a reader: a row of the log together with what its stream says of it.
+
+The log names a stream by its number. Layer, kind, path and dtype come from the table of streams as
+dictionary-encoded columns, so that no string is copied.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from replay.format import MODES, STATISTICS, Stream
+
+
+def described(table: pa.Table, streams: Sequence[Stream], rank: int, kept: NDArray[np.bool_]) -> pa.Table:
+    """Return rows of the log as records.
+
+    Args:
+        table: rows with all columns of the log.
+        streams: the streams of the rank, in the order of their ids; each that the rows name.
+        rank: the rank.
+        kept: shape `(rows,)`, whether the tensor is there.
+
+    Returns:
+        Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.
+    """
+    table = table.combine_chunks()
+    count = len(table)
+    stream = _one_chunk(table["stream"], pa.int32())
+    mode = _one_chunk(table["mode"], pa.uint8()).cast(pa.int32())
+
+    def of_stream(values: list[str]) -> pa.Array:
+        return pa.DictionaryArray.from_arrays(stream, pa.array(values, pa.string()))
+
+    shapes = pa.array([list(s.shape) for s in streams], pa.list_(pa.int64()))
+    columns = {
+        "rank": pa.array(np.full(count, rank, np.int32)),
+        "step": table["step"],
+        "layer": of_stream([s.layer for s in streams]),
+        "kind": of_stream([s.kind for s in streams]),
+        "call": table["call"],
+        "path": of_stream([s.path for s in streams]),
+        "micro": table["micro"],
+        "mode": pa.DictionaryArray.from_arrays(mode, pa.array(MODES)),
+        "dtype": of_stream([s.dtype for s in streams]),
+        "shape": shapes.take(stream),
+        "kept": pa.array(kept),
+        **{name: table[name] for name in STATISTICS},
+    }
+    return pa.table(columns)
+
+
+def _one_chunk(column: pa.ChunkedArray, type_: pa.DataType) -> pa.Array:
+    return column.chunk(0) if column.num_chunks else pa.array([], type_)

@@ -1,0 +1,717 @@
+"""The daemon alerts, seals and saves as it should, over whatever it finds, and as a process that is stopped and killed.
+
+Most of it is asked of a `Daemon` whose rounds are called by hand, with the time as a number.
+"""
+
+import io
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import replay
+from hookrec import daemon_command
+from hookrec.cli import main as hookrec_main
+from hookrec.daemon import Daemon, watch
+from hookrec.delivery import AT_MOST
+from hookrec.events import Events
+from hookrec.findings import Conditions
+from hookrec.journal import Journal
+from hookrec.quota import Quota
+from hookrec.watched import Duties
+from replay.alerts import AlertFile, read_alerts
+from tests.live_traces import WrittenTrace
+
+
+class Now(Executor):
+    """Does at once what it is given."""
+
+    def submit(self, function, /, *arguments, **more):
+        future: Future = Future()
+        try:
+            future.set_result(function(*arguments, **more))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Post:
+    """A way to send that keeps what it was given."""
+
+    name = "post"
+
+    def __init__(self):
+        self.got = []
+
+    def put(self, trace, number, alert):
+        self.got.append((trace.name, alert.layer))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rule of a test finds."""
+
+    layer: str | None
+    first_step: int | None = None
+    rule: str = "rule"
+    severity: str = "warning"
+    rank: int | None = 0
+    kind: str | None = "output"
+    last_step: int | None = None
+    message: str = "found"
+    advice: str = "look"
+
+
+class Bench:
+    """A daemon whose rounds are called by hand."""
+
+    def __init__(self, root: Path, *when: str, check=None, seal_after=60.0, quota=None):
+        self.said = io.StringIO()
+        self.post = Post()
+        journal = Journal(self.said)
+        duties = Duties(
+            Conditions(when), check, [self.post], seal_after, journal, Now(), Now(), Now(), wake=lambda: None
+        )
+        (root / ".hookrec-daemon").mkdir(exist_ok=True)
+        self.daemon = Daemon(root, duties, when, None if quota is None else Quota(quota, journal))
+        self.now = 0.0
+
+    def look(self, seconds: float = 1.0) -> float:
+        self.now += seconds
+        return self.daemon.look(self.now)
+
+
+def layers(path: Path) -> list[str | None]:
+    return [alert.layer for alert in read_alerts(path)]
+
+
+def test_the_first_record_of_each_layer_for_which_a_condition_holds_is_an_alert(tmp_path):
+    trace = WrittenTrace(tmp_path / "a", ("x", "y", "z"))
+    bench = Bench(tmp_path, "n_nan > 0")
+    trace.commit(0)
+    bench.look()
+    trace.commit(1, n_nan={"y": 2})
+    bench.look()
+    trace.commit(2, 3, n_nan={"x": 1, "y": 5})
+    bench.look()
+
+    found = [(alert.layer, alert.first_step, alert.rule, alert.rank) for alert in read_alerts(tmp_path / "a")]
+    assert found == [("y", 1, "n_nan > 0", 0), ("x", 2, "n_nan > 0", 0)]
+    assert bench.post.got == [("a", "y"), ("a", "x")]
+    assert bench.said.getvalue().count("alert: ") == 2
+
+
+def test_traces_that_were_finished_before_are_judged_once(tmp_path):
+    trace = WrittenTrace(tmp_path / "deep/er/a")
+    trace.commit(0, n_nan={"1": 1})
+    trace.seal()
+    first = Bench(tmp_path, "n_nan > 0")
+    first.look()
+    first.look()
+    first.daemon.save()
+
+    second = Bench(tmp_path, "n_nan > 0")
+    second.look()
+    third = Bench(tmp_path, "n_nan > 0", "n_nan >= 0")
+    third.look()
+
+    assert first.post.got == [("a", "1")]
+    assert second.post.got == [("a", "1")]  # it was never marked as sent
+    assert "alert: " not in second.said.getvalue()
+    assert [(a.rule, a.layer) for a in read_alerts(tmp_path / "deep/er/a")] == [
+        ("n_nan > 0", "1"),
+        ("n_nan >= 0", "0"),
+        ("n_nan >= 0", "1"),
+    ]
+    assert third.said.getvalue().count("alert: ") == 2
+
+
+def test_what_was_sent_is_not_sent_again_after_a_restart(tmp_path):
+    WrittenTrace(tmp_path / "a", ("x", "y")).commit(0, n_nan={"x": 1, "y": 1})
+    Bench(tmp_path, "n_nan > 0").look()
+    first, _ = read_alerts(tmp_path / "a")
+    AlertFile(tmp_path / "a").mark_sent(first.id, "post", "2026-12-02T12:00:00.000+00:00")
+
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+
+    assert bench.post.got == [("a", "y")]
+
+
+def test_a_restart_goes_on_where_the_log_was_left(tmp_path):
+    trace = WrittenTrace(tmp_path / "a")
+    trace.commit(0)
+    first = Bench(tmp_path, "n_nan > 0")
+    first.look()
+    first.daemon.save()
+    trace.commit(1, n_nan={"0": 1})
+
+    read = []
+    second = Bench(tmp_path, "n_nan > 0")
+    met = second.daemon._duties.conditions.met
+    second.daemon._duties.conditions.met = lambda records, trouble: (
+        read.extend(records["step"].to_pylist()) or met(records, trouble)
+    )
+    second.look()
+
+    assert set(read) == {1}
+    assert layers(tmp_path / "a") == ["0"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "[]", "{", '{"rules": "x"}'),
+        *(f'{{"rules": RULES, "traces": {traces}}}' for traces in ("3", "[]", '{"a": 3}', '{"a": null}', '{"a": {}}')),
+        *(
+            f'{{"rules": RULES, "traces": {{"a": {{"stamp": STAMP, {more}}}}}}}'
+            for more in ('"places": 3', '"places": {"0": [1]}', '"places": {}, "unchecked": "x"')
+        ),
+    ],
+)
+def test_whatever_an_earlier_daemon_left_is_no_trouble(tmp_path, content):
+    trace = WrittenTrace(tmp_path / "a")
+    trace.commit(0, n_nan={"0": 1})
+    stat = (tmp_path / "a/trace.json").stat()
+    rules = json.dumps(Bench(tmp_path, "n_nan > 0").daemon._rules)
+    content = content.replace("RULES", rules).replace("STAMP", json.dumps([stat.st_ino, stat.st_mtime_ns]))
+    (tmp_path / ".hookrec-daemon/places.json").write_text(content)
+
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+    bench.daemon.save()
+
+    assert layers(tmp_path / "a") == ["0"]
+
+
+def test_rules_come_in_by_one_seam_and_are_told_what_is_new(tmp_path):
+    asked = []
+
+    def check(trace, since):
+        asked.append((trace.path.name, since, trace.steps[-1]))
+        return [Found("0"), Found(None, rule="whole", rank=None, kind=None)]
+
+    trace = WrittenTrace(tmp_path / "a")
+    bench = Bench(tmp_path, check=check)
+    for step in range(3):
+        trace.commit(step)
+        bench.look(5)
+    bench.look(5)
+    bench.look(5)
+
+    assert asked == [("a", 0, 0), ("a", 1, 1), ("a", 2, 2)]
+    assert [(a.rule, a.layer, a.rank, a.severity) for a in read_alerts(tmp_path / "a")] == [
+        ("rule", "0", 0, "warning"),
+        ("whole", None, None, "warning"),
+    ]
+
+
+def test_findings_with_numbers_of_numpy_are_alerts(tmp_path, monkeypatch):
+    WrittenTrace(tmp_path / "a").commit(3)
+
+    def check(trace, *, rules=None, thresholds=None, since=None):
+        return [Found("0", first_step=np.int64(since), rank=np.int32(0), last_step=trace.steps[-1])]
+
+    monkeypatch.setattr(replay, "check", check)
+    bench = Bench(tmp_path, check=daemon_command.by_the_rules)
+    bench.look()
+    bench.look()
+
+    assert [(a.rule, a.rank, a.first_step, a.last_step) for a in read_alerts(tmp_path / "a")] == [("rule", 0, 3, 3)]
+
+
+def test_steps_that_come_while_rules_rest_are_judged_later(tmp_path):
+    asked = []
+    trace = WrittenTrace(tmp_path / "a")
+    bench = Bench(tmp_path, check=lambda trace, since: asked.append(since) or [])
+    for step in range(6):
+        trace.commit(step)
+        bench.look(0.1)
+    trace.seal()
+    for _ in range(5):
+        bench.look(1)
+
+    assert asked[0] == 0
+    assert asked[1] == 1
+    assert len(asked) < 5
+    assert bench.daemon._watched[tmp_path / "a"].done
+
+
+def test_a_rule_that_fails_is_said_once_and_asked_again(tmp_path):
+    failures = [ValueError("oh"), ValueError("oh")]
+
+    def check(trace, since):
+        if failures:
+            raise failures.pop()
+        return [Found("0", first_step=since)]
+
+    trace = WrittenTrace(tmp_path / "a")
+    trace.commit(7)
+    trace.seal()
+    bench = Bench(tmp_path, check=check)
+    for _ in range(8):
+        bench.look(20)
+
+    assert bench.said.getvalue().count("cannot judge") == 1
+    assert [alert.first_step for alert in read_alerts(tmp_path / "a")] == [7]
+
+
+def test_a_trace_whose_writer_is_gone_is_sealed_after_a_while(tmp_path):
+    trace = WrittenTrace(tmp_path / "a")
+    trace.commit(0)
+    bench = Bench(tmp_path, seal_after=10)
+    for _ in range(20):
+        bench.look(1)
+    assert replay.open(tmp_path / "a").status == "live"
+
+    trace.close()
+    for _ in range(10):
+        bench.look(1)
+    assert replay.open(tmp_path / "a").status == "torn"
+    for _ in range(3):
+        bench.look(1)
+
+    opened = replay.open(tmp_path / "a")
+    assert (opened.status, opened.endings[0]["how"], opened.steps) == ("sealed", "recovered", [0])
+    assert [alert.rule for alert in read_alerts(tmp_path / "a")] == ["ended"]
+
+
+def test_a_rank_whose_writer_has_not_begun_is_not_touched(tmp_path):
+    WrittenTrace(tmp_path / "a").seal()
+    (tmp_path / "a/rank-00001").mkdir()
+    bench = Bench(tmp_path, seal_after=0)
+    for _ in range(5):
+        bench.look()
+
+    assert list((tmp_path / "a/rank-00001").iterdir()) == []
+
+
+def test_a_trace_of_another_machine_is_given_longer(tmp_path):
+    trace = WrittenTrace(tmp_path / "a", identity={"provenance": {"host": platform.node() + "x"}})
+    trace.close()
+    bench = Bench(tmp_path, seal_after=10)
+    for _ in range(50):
+        bench.look(10)
+    assert replay.open(tmp_path / "a").status == "torn"
+
+    for _ in range(20):
+        bench.look(10)
+
+    assert replay.open(tmp_path / "a").status == "sealed"
+
+
+def test_a_training_that_died_is_an_alert(tmp_path):
+    WrittenTrace(tmp_path / "well").seal("detached")
+    WrittenTrace(tmp_path / "ill").seal("died")
+    bench = Bench(tmp_path)
+    bench.look()
+    bench.look()
+
+    assert bench.post.got == [("ill", None)]
+    assert "rank 0 ended: died" in read_alerts(tmp_path / "ill")[0].message
+
+
+def test_what_ended_long_ago_is_noted_and_not_sent(tmp_path):
+    trace = WrittenTrace(tmp_path / "a")
+    trace.commit(0, n_nan={"0": 1})
+    trace.seal()
+    os.utime(trace.rank / "end.json", (1e9, 1e9))
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+
+    assert layers(tmp_path / "a") == ["0"]
+    assert bench.post.got == []
+
+
+def test_damage_is_said_once_and_the_others_are_followed(tmp_path):
+    (tmp_path / "no json").mkdir()
+    (tmp_path / "no json/trace.json").write_text("{")
+    trace = WrittenTrace(tmp_path / "bad log")
+    trace.commit(0)
+    trace.seal()
+    (trace.rank / "records-00000.parquet").write_bytes(b"PAR1")
+    trace = WrittenTrace(tmp_path / "no streams")
+    trace.commit(0)
+    (trace.rank / "streams.jsonl").write_text("")
+    (tmp_path / "no ranks").mkdir()
+    shutil.copy(trace.path / "trace.json", tmp_path / "no ranks")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    good = WrittenTrace(tmp_path / "good")
+    bench = Bench(tmp_path, "n_nan > 0")
+    for _ in range(5):
+        bench.look(40)
+    good.commit(0, n_nan={"0": 1})
+    bench.look(40)
+
+    assert layers(tmp_path / "good") == ["0"]
+    for name in ("no json", "bad log", "no streams"):
+        assert bench.said.getvalue().count(f"{name} cannot be followed") == 1
+    assert len(bench.said.getvalue().splitlines()) == 4
+
+
+def test_traces_that_may_not_be_read_keep_neither_rules_nor_quota_from_the_others(tmp_path, monkeypatch):
+    for name in ("a", "b"):
+        trace = WrittenTrace(tmp_path / name, width=10_000)
+        trace.commit(0, n_nan={"0": 1})
+        trace.seal()
+    real = Path.exists
+
+    def exists(path, **more):
+        if "a/rank" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, **more)
+
+    monkeypatch.setattr(Path, "exists", exists)
+    bench = Bench(tmp_path, "n_nan > 0", quota=1)
+    for _ in range(5):
+        bench.look(61)
+
+    assert bench.post.got == [("b", "0")]
+    assert replay.open(tmp_path / "b").nbytes == 0
+    assert bench.said.getvalue().count("a cannot be followed: ") == 1
+    assert bench.said.getvalue().count("Tensors of") == 1
+
+
+def test_a_rank_that_cannot_be_read_hides_nothing_of_the_others(tmp_path):
+    ranks = [WrittenTrace(tmp_path / "a", rank=rank) for rank in range(3)]
+    for rank in ranks:
+        rank.commit(0, n_nan={"0": 1})
+    (ranks[1].rank / "streams.jsonl").write_text("")
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+    ranks[2].commit(1, n_nan={"1": 1})
+    bench.look(60)
+
+    assert [(alert.rank, alert.layer) for alert in read_alerts(tmp_path / "a")] == [(0, "0"), (2, "0"), (2, "1")]
+    assert bench.said.getvalue().count("cannot be followed") == 1
+
+
+def test_a_condition_that_fails_on_some_records_is_said_and_the_others_are_asked(tmp_path):
+    WrittenTrace(tmp_path / "a", ("x",)).commit(0, n_nan={"x": 1})
+    WrittenTrace(tmp_path / "b", ("7",)).commit(0)
+    bench = Bench(tmp_path, "cast(layer as int) > 3", "n_nan > 0")
+    for _ in range(3):
+        bench.look()
+
+    assert bench.post.got == [("a", "x"), ("b", "7")]
+    assert bench.said.getvalue().count("cannot be understood") == 1
+
+
+def test_a_file_of_alerts_that_is_damaged_keeps_no_new_ones_away(tmp_path):
+    WrittenTrace(tmp_path / "a").commit(0, n_nan={"0": 1})
+    (tmp_path / "a/alerts.jsonl").write_text("{}\n")
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+
+    assert bench.post.got == [("a", "0")]
+    assert "Old alerts are not sent: Line 1 of" in bench.said.getvalue()
+
+
+def test_a_trace_that_vanishes_or_is_replaced_is_no_trouble(tmp_path):
+    for name in ("gone", "moved", "replaced"):
+        WrittenTrace(tmp_path / name).commit(0, n_nan={"0": 1})
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+    shutil.rmtree(tmp_path / "gone")
+    shutil.rmtree(tmp_path / "replaced")
+    (tmp_path / "moved").rename(tmp_path / "moved here")
+    WrittenTrace(tmp_path / "replaced", identity={"id": "1" * 32}).commit(0, n_nan={"1": 1})
+    for _ in range(3):
+        bench.look()
+
+    assert layers(tmp_path / "moved here") == ["0"]
+    assert layers(tmp_path / "replaced") == ["1"]
+    assert sorted(bench.post.got) == sorted(
+        [("gone", "0"), ("moved", "0"), ("replaced", "0"), ("moved here", "0"), ("replaced", "1")]
+    )
+    assert "cannot" not in bench.said.getvalue()
+
+
+def test_alerts_that_cannot_be_written_wait(tmp_path, monkeypatch):
+    trace = WrittenTrace(tmp_path / "a")
+    trace.commit(0, n_nan={"0": 1})
+    bench = Bench(tmp_path, "n_nan > 0")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replay.alerts.os.pwrite", full)
+        for _ in range(3):
+            bench.look()
+        bench.daemon.save()
+    assert bench.post.got == []
+    assert bench.said.getvalue().count("1 alerts of") == 1
+    after_a_kill = Bench(tmp_path, "n_nan > 0")
+    after_a_kill.look()
+    bench.look()
+
+    assert layers(tmp_path / "a") == ["0"]
+    assert after_a_kill.post.got == [("a", "0")]
+
+
+def test_live_traces_do_not_wait_for_thousands_of_old_ones(tmp_path, monkeypatch):
+    for name in "abcdef":
+        trace = WrittenTrace(tmp_path / name)
+        trace.commit(0, n_nan={"0": 1})
+        trace.seal()
+    WrittenTrace(tmp_path / "z live").commit(0, n_nan={"0": 1})
+    monkeypatch.setattr("hookrec.daemon._ROUND_S", 0.0)
+    bench = Bench(tmp_path, "n_nan > 0")
+
+    waits = [bench.look(0.01)]
+    assert bench.post.got == [("z live", "0"), ("a", "0")]
+    waits += [bench.look(0.01) for _ in range(5)]
+
+    assert {name for name, _ in bench.post.got} == {*"abcdef", "z live"}
+    assert waits == [0.0] * 6
+
+
+def test_the_quota_is_kept(tmp_path):
+    trace = WrittenTrace(tmp_path / "a", width=100_000)
+    trace.commit(0)
+    bench = Bench(tmp_path, quota=1)
+    bench.look()
+    assert replay.open(tmp_path / "a").nbytes > 0
+    trace.seal()
+    bench.look(61)
+
+    assert replay.open(tmp_path / "a").nbytes == 0
+    assert "to keep the quota" in bench.said.getvalue()
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_a_folder_that_is_made_anew_is_watched_anew(tmp_path, how):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    events = Events(Journal(io.StringIO()))
+    events.watch([tmp_path, folder])
+
+    shutil.rmtree(folder) if how == "removed" else folder.rename(tmp_path / "b")
+    folder.mkdir()
+    time.sleep(0.2)
+    events.wait(5)
+    new = events.watch([tmp_path, folder])
+    (folder / "x").touch()
+    begin = time.monotonic()
+    events.wait(5)
+    seconds = time.monotonic() - begin
+    events.close()
+
+    assert new
+    assert seconds < 3
+
+
+def test_more_folders_than_can_be_watched_are_polled(tmp_path):
+    for number in range(300):
+        (tmp_path / str(number)).mkdir()
+    bench = Bench(tmp_path, "n_nan > 0")
+    bench.look()
+    events = Events(Journal(bench.said))
+    threads = threading.active_count()
+
+    watched = events.watch(bench.daemon.folders(logs=True))
+    extra = threading.active_count() - threads
+    again = events.watch(bench.daemon.folders(logs=True))
+    WrittenTrace(tmp_path / "299/a").commit(0, n_nan={"0": 1})
+    bench.look()
+    events.close()
+
+    assert watched
+    assert not again
+    assert extra <= 256
+    assert layers(tmp_path / "299/a") == ["0"]
+
+
+def test_a_folder_that_is_watched_from_now_on_is_looked_at_once_more(tmp_path):
+    """What came before it was watched is no event."""
+
+    class Waits:
+        new = [True, False, False]  # noqa: RUF012
+        waited: list[float] = []  # noqa: RUF012
+
+        def watch(self, folders):
+            return self.new[len(self.waited)]
+
+        def wait(self, timeout_s):
+            self.waited.append(timeout_s)
+            time.sleep(min(timeout_s, 0.05))
+
+    events = Waits()
+    watch(Bench(tmp_path).daemon, events, 3600.0, lambda: len(events.waited) == 3)
+
+    assert events.waited[0] < 1
+    assert events.waited[2] > 3000
+
+
+# From here on with real processes.
+
+
+class Process:
+    """`hookrec daemon` as a process."""
+
+    def __init__(self, root: Path, *options: str):
+        command = [sys.executable, "-m", "hookrec.cli", "daemon", str(root), "--json", *options]
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        self.pid = self._process.pid
+
+    def event(self, kind: str) -> dict:
+        """Wait for an event."""
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            event = json.loads(line)
+            if event["event"] == kind:
+                return event
+        raise AssertionError(f"it ended without {kind}")
+
+    def end(self, number: int) -> int:
+        self._process.send_signal(number)
+        status = self._process.wait(20)
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        return status
+
+
+@pytest.mark.parametrize("options", [(), ("--poll", "3600")])
+def test_an_alert_arrives_within_two_seconds_of_the_commit(tmp_path, options):
+    daemon = Process(tmp_path, "--when", "n_nan > 0", *options)
+    daemon.event("begin")
+    time.sleep(0.3)
+    trace = WrittenTrace(tmp_path / "folder/a")
+    trace.commit(0)
+    time.sleep(0.7)
+
+    trace.commit(1, n_nan={"1": 1})
+    committed = time.time()
+    event = daemon.event("alert")
+    seconds = time.time() - committed
+    status = daemon.end(signal.SIGTERM)
+
+    assert event["alert"]["layer"] == "1"
+    assert seconds < 2
+    assert status == 0
+
+
+def test_what_came_before_a_folder_was_watched_is_found_without_an_event(tmp_path):
+    daemon = Process(tmp_path, "--when", "n_nan > 0", "--no-rules", "--poll", "3600")
+    daemon.event("begin")
+    time.sleep(0.3)
+    for depth in range(4):
+        WrittenTrace(tmp_path / f"{depth}{'/x' * depth}/a").commit(0, n_nan={"0": 1})
+        time.sleep(0.1)
+
+    begin = time.monotonic()
+    found = {daemon.event("alert")["trace"] for _ in range(4)}
+    seconds = time.monotonic() - begin
+    daemon.end(signal.SIGTERM)
+
+    assert found == {str(tmp_path / f"{depth}{'/x' * depth}/a") for depth in range(4)}
+    assert seconds < 3
+
+
+def test_a_second_daemon_is_refused_by_the_number_of_the_first(tmp_path):
+    daemon = Process(tmp_path)
+    daemon.event("begin")
+
+    second = CliRunner().invoke(hookrec_main, ["daemon", str(tmp_path)])
+
+    assert second.exit_code == 1
+    assert f"watched already, by process {daemon.pid} on {platform.node()}" in second.output
+    assert daemon.end(signal.SIGINT) == 0
+    third = Process(tmp_path)
+    third.event("begin")
+    third.end(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("lives", [3, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_daemon_that_is_killed_again_and_again_neither_misses_nor_repeats_an_alert(tmp_path, lives):
+    root, sent = tmp_path / "root", tmp_path / "sent"
+    root.mkdir()
+    names = tuple(str(number) for number in range(3 * lives))
+    trace = WrittenTrace(root / "a", names)
+    options = ("--when", "n_nan > 0", "--no-rules", "--poll", "0.05", "--run", f"tee -a {sent}")
+    step = 0
+    for life in range(lives):
+        daemon = Process(root, *options)
+        daemon.event("begin")
+        for _ in range(3):
+            trace.commit(step, n_nan={names[step]: 1, names[step // 2]: 1})
+            step += 1
+            time.sleep(0.011 * (life % 7))
+        daemon.end(signal.SIGKILL)
+
+    daemon = Process(root, *options)
+    daemon.event("begin")
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and len(read_alerts(root / "a")) < len(names):
+        time.sleep(0.1)
+    time.sleep(0.5)
+    daemon.end(signal.SIGTERM)
+
+    assert Counter(layers(root / "a")) == dict.fromkeys(names, 1)
+    went = [json.loads(line)["id"] for line in sent.read_text().replace("}{", "}\n{").splitlines()]
+    assert set(went) == {alert.id for alert in read_alerts(root / "a")[:AT_MOST]}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "does not exist"),
+        (["file"], "is a file"),
+        (["trace"], "is a trace. Name the folder above"),
+        ([".", "--when", "norm > 1"], "cannot be understood"),
+        ([".", "--when", "1) or (select"], "cannot be understood"),
+        ([".", "--webhook", "example.org"], "no address"),
+        ([".", "--run", "'"], "--run"),
+        ([".", "--quota", "much"], "no size"),
+    ],
+)
+def test_what_cannot_begin_is_one_sentence(tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    WrittenTrace(tmp_path / "trace").seal()
+
+    result = CliRunner().invoke(hookrec_main, ["daemon", *arguments])
+
+    assert result.exit_code == 1
+    assert result.output.startswith("Error: ")
+    assert words in result.output
+
+
+def test_a_root_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "mkdir", refused)
+
+    result = CliRunner().invoke(hookrec_main, ["daemon", str(tmp_path)])
+
+    assert result.exit_code == 1
+    assert "cannot be written to (Permission denied)" in result.output
+
+
+def test_what_the_rules_of_replay_find_is_an_alert(tmp_path):
+    daemon = Process(tmp_path, "--poll", "0.05")
+    daemon.event("begin")
+    trace = WrittenTrace(tmp_path / "a", ("x", "y"))
+    trace.commit(0, 1)
+    trace.commit(2, n_nan={"y": 1})
+
+    daemon.event("alert")
+    daemon.end(signal.SIGTERM)
+
+    alert = next(iter(read_alerts(tmp_path / "a")))
+    assert (alert.rule, alert.layer, alert.first_step) == ("non-finite", "y", 2)

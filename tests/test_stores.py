@@ -1,0 +1,192 @@
+"""What every store promises: any order of appends, any name, dtype and shape, come back to the byte."""
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from replay.errors import TraceDamaged
+from replay.format import CODECS, DTYPES, ML_DTYPES, Locations, Placed, Rows, Stream
+from replay.stores import StoreReader, StoreWriter, open_reader, open_writer, seal_streams
+
+SHAPES = st.sampled_from([(), (0,), (1,), (7,), (3, 0, 2), (32, 32), (64, 256), (100, 170), (5, 1, 3, 2)])
+NAMES = st.one_of(
+    st.sampled_from(["", "a/b", "a|b", "层.0", ".", "data", "a\0b", "\ud800", "x" * 300]), st.text(max_size=20)
+)
+
+
+class StoreContract:
+    """Run on each store. Records are made from a seed, lie in memory like in the ring, and are compared to the byte."""
+
+    codec: str | None = None
+
+    def writer(self, directory: Path) -> StoreWriter:
+        raise NotImplementedError
+
+    def reader(self, directory: Path) -> StoreReader:
+        raise NotImplementedError
+
+    @pytest.fixture(autouse=True)
+    def directories(self, tmp_path_factory):
+        self.new_directory = lambda: tmp_path_factory.mktemp("rank-00000", numbered=True)
+
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        kinds=st.lists(st.tuples(NAMES, st.sampled_from(sorted(DTYPES)), SHAPES), min_size=1, max_size=5),
+        appends=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 9), st.sampled_from(["", "rewind", "reopen"]))),
+        seed=st.integers(0, 2**32 - 1),
+    )
+    def test_what_was_appended_comes_back(self, kinds, appends, seed):
+        directory = self.new_directory()
+        streams = self.streams(kinds)
+        want: dict[int, list[tuple[Placed, bytes]]] = {stream.id: [] for stream in streams}
+        writer = self.writer(directory)
+        for stream in streams:
+            writer.add(stream)
+        rng = np.random.default_rng(seed)
+
+        for number, count, then in appends:
+            stream = streams[number % len(streams)]
+            before = writer.rows(stream.id)
+            records, memory, places = in_memory(rng, stream.nbytes, count, ones=stream.dtype == "bool")
+            placed = writer.append(stream.id, memory, places)
+            assert [p.row for p in placed] == list(range(before, before + count))
+            want[stream.id] += zip(placed, records, strict=True)
+            if then == "rewind":
+                writer.rewind(stream.id, before + count // 2)
+                del want[stream.id][before + count // 2 :]
+            elif then == "reopen":
+                writer.close()
+                writer = self.writer(directory)
+                for known in streams:
+                    writer.add(known, len(want[known.id]))
+        self.compare(directory, streams, want)
+        writer.close()
+        for _ in range(2):
+            seal_streams(directory, [(stream, rows_of(want[stream.id])) for stream in streams])
+            self.compare(directory, streams, want)
+        self.compare_with_others(directory, streams, want)
+
+    def streams(self, kinds) -> list[Stream]:
+        locations = Locations()
+        return [
+            Stream(number, name, "output", "", dtype, shape, locations.new(name, "output", ""), self.codec)
+            for number, (name, dtype, shape) in enumerate(kinds)
+        ]
+
+    def compare(self, directory, streams, want):
+        reader = self.reader(directory)
+        for stream in streams:
+            for placed, record in want[stream.id]:
+                assert bytes(reader.read(stream, *placed)) == record
+        reader.close()
+
+    def compare_with_others(self, directory, streams, want):
+        """Read a sealed store by a library that knows nothing of ours."""
+
+    def test_a_file_that_is_cut_off_is_damaged(self):
+        directory = self.new_directory()
+        stream = Stream(0, "a", "output", "", "float32", (1000,), "a/output", self.codec)
+        writer = self.writer(directory)
+        writer.add(stream)
+        _, memory, places = in_memory(np.random.default_rng(0), stream.nbytes, 3)
+        placed = writer.append(0, memory, places)
+        writer.close()
+        largest = max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        with largest.open("r+b") as file:
+            file.truncate(placed[-1].offset + 10)
+        reader = self.reader(directory)
+
+        with pytest.raises(TraceDamaged, match="too short"):
+            reader.read(stream, *placed[-1])
+
+        reader.close()
+
+
+def in_memory(rng, nbytes: int, count: int, *, ones: bool = False) -> tuple[list[bytes], memoryview, list[int]]:
+    """Records, and memory in which each begins on a page border, as in the ring."""
+    # Halves of them compress and halves do not.
+    random = [rng.integers(0, 2 if ones else 256, nbytes // 2, np.uint8).tobytes() for _ in range(count)]
+    records = [(half + bytes(nbytes))[:nbytes] for half in random]
+    stride = max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, stride * count)
+    places = [i * stride for i in range(count)]
+    for place, record in zip(places, records, strict=True):
+        memory[place : place + nbytes] = record
+    return records, memoryview(memory), places
+
+
+def rows_of(records) -> Rows:
+    count = len(records)
+    offset, nbytes = (np.array([getattr(p, name) for p, _ in records], np.int64) for name in ("offset", "nbytes"))
+    return Rows(np.arange(count) // 2, np.arange(count, dtype=np.int32) % 2, np.zeros(count, np.int32), offset, nbytes)
+
+
+class TestZarr(StoreContract):
+    def writer(self, directory):
+        return open_writer("zarr", directory)
+
+    def reader(self, directory):
+        return open_reader(directory)
+
+    def compare_with_others(self, directory, streams, want):
+        import tensorstore
+
+        for stream in streams:
+            path = directory / "tensors.zarr" / stream.location / "data"
+            if stream.dtype.endswith(("fnuz", "e8m0fnu")) or stream.dtype == "complex128":
+                continue  # tensorstore has none of these in Zarr 3
+            spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/"}}
+            values = tensorstore.open(spec, read=True).result().read().result()
+            assert values.shape == (len(want[stream.id]), *stream.shape)
+            assert values.tobytes() == b"".join(record for _, record in want[stream.id])
+
+
+class TestZarrWithZstd(TestZarr):
+    codec = "zstd"
+
+
+class TestZarrWithBlosc(TestZarr):
+    codec = "blosc"
+
+    def compare_with_others(self, directory, streams, want):
+        # tensorstore cannot seek in what blosc has compressed inside of a shard.
+        import zarr
+
+        for stream in streams:
+            if stream.dtype not in ML_DTYPES:
+                data = zarr.open_array(directory / "tensors.zarr" / stream.location / "data", mode="r")
+                assert data[:].tobytes() == b"".join(record for _, record in want[stream.id])
+
+
+class TestZarrWithLz4(TestZarrWithBlosc):
+    codec = "lz4"
+
+
+class TestHdf5(StoreContract):
+    def writer(self, directory):
+        return open_writer("hdf5", directory)
+
+    def reader(self, directory):
+        return open_reader(directory)
+
+    def compare_with_others(self, directory, streams, want):
+        import h5py
+
+        with h5py.File(directory / "tensors.h5") as file:
+            for stream in streams:
+                data = file[stream.location]["data"]
+                assert data.shape == (len(want[stream.id]), *stream.shape)
+                assert data.dims[0]["step"][:].tolist() == [i // 2 for i in range(data.shape[0])]
+                assert file[stream.location]["call"][:].tolist() == [i % 2 for i in range(data.shape[0])]
+                if stream.dtype not in ("bfloat16", "float8_e5m2"):  # those h5py widens
+                    assert data[:].tobytes() == b"".join(record for _, record in want[stream.id])
+
+
+def test_all_codecs_are_tried():
+    tried = {case.codec for case in (TestZarr, TestZarrWithZstd, TestZarrWithLz4, TestZarrWithBlosc)}
+
+    assert tried == {None, *CODECS}
