@@ -129,12 +129,14 @@ def _steps(text: str | None) -> Any:
             return slice(*parts[0])
         chosen: list[int] = []
         for part in parts:
-            if len(part) == 1 and part[0] is not None:
-                chosen.append(part[0])
-            else:
-                begin, end, by = (*part, None)[:3]
-                chosen += range(begin or 0, int(end), by or 1)  # type: ignore[arg-type]
-    except (ValueError, TypeError):
+            match part:
+                case [int(step)]:
+                    chosen.append(step)
+                case [begin, int(end), *rest] if len(rest) < 2:
+                    chosen += range(begin or 0, end, (rest and rest[0]) or 1)
+                case _:
+                    raise ValueError
+    except ValueError:
         raise BadQuery(
             f"--steps {text!r} is no step, range or list of them; write 3, 10:20, 0:100:10 or 1,5,9."
         ) from None
@@ -209,6 +211,8 @@ def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
             click.echo(f"only in {name}: {row['layer'] or '(root)'} {row['kind']}{path}, {steps}")
         if len(rows) > limit:
             click.echo(f"only in {name}: {len(rows) - limit:,} more; --limit shows them")
+    if len(found.only_a) and len(found.only_b):
+        click.echo("if these are the same layers by other names, say so: --map 'A=B'")
     for note in found.notes:
         click.echo(note)
     differing = [row for row in by_layer if not row["within"]]

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import numpy as np
 
+from replay.files import PAGE
 from replay.format import KEPT, RECORD_SCHEMA, Locations, Stream
 from replay.log import LogWriter
 from replay.seal import locked, seal
@@ -30,7 +31,7 @@ def write_trace(path: Path, *records: Written, tensors: bool = True, rank: int =
     directory.mkdir(parents=True)
     identity = {"format": "hookrec-trace", "version": 1, "created": "2026-12-01T12:00:00.000+00:00"}
     (path / "trace.json").write_text(json.dumps({**identity, "plan": {}, "provenance": {}}))
-    store, log = ZarrWriter(directory / "tensors.zarr"), LogWriter(directory)
+    store, log = ZarrWriter(directory), LogWriter(directory)
     streams: dict[tuple[Any, ...], Stream] = {}
     locations = Locations()
     steps: dict[int, list[dict[str, Any]]] = {}
@@ -46,9 +47,8 @@ def write_trace(path: Path, *records: Written, tensors: bool = True, rank: int =
             row = dict.fromkeys(RECORD_SCHEMA.names, 0)
             row |= {"step": step, "stream": streams[key].id, "call": call, "kept": 1, "row": -1, "offset": -1}
             if tensors:
-                ((number, offset),) = store.append(streams[key].id, [memoryview(data)])
-                row |= {"kept": KEPT, "row": number, "offset": offset, "nbytes": len(data)}
-                row["crc32c"] = google_crc32c.value(data)
+                (placed,) = store.append(streams[key].id, memoryview(data + bytes(PAGE)), [0])
+                row |= {"kept": KEPT, **placed._asdict(), "crc32c": google_crc32c.value(data)}
             steps.setdefault(step, []).append(row | _statistics(values))
     for rows in steps.values():
         log.append({name: np.array([row[name] for row in rows]) for name in RECORD_SCHEMA.names})
