@@ -26,6 +26,7 @@ _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "me
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
+    "diff": "replay.diff_command:diff",
     "list": "replay.list_command:list_traces",
     "sql": "replay.asking:sql",
     "tail": "replay.tailing:tail",
@@ -239,4 +240,4 @@ def export(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
