@@ -29,6 +29,7 @@ _ELSEWHERE = {
     "list": "replay.list_command:list_traces",
     "sql": "replay.asking:sql",
     "tail": "replay.tailing:tail",
+    "trend": "replay.trend_command:trend",
 }
 
 
