@@ -27,6 +27,7 @@ _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
     "list": "replay.list_command:list_traces",
+    "plot": "replay.plot_command:plot",
     "sql": "replay.asking:sql",
     "tail": "replay.tailing:tail",
     "trend": "replay.trend_command:trend",

@@ -23,6 +23,7 @@ from replay.trace import Trace
 LOGARITHMIC = ("absmax", "std", "l2")
 """The statistics that are never negative and go over decades."""
 
+_COUNTS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero")
 _PLACE = ("rank", "layer", "kind", "path")
 
 
@@ -67,7 +68,10 @@ def timelines(
             + f"kinds {', '.join(trace.kinds) or 'none'}."
         )
     step, value = found["step"].to_numpy(), found[stat].to_numpy().astype(np.float64)
-    broken = sum(found[name].to_numpy() for name in ("n_nan", "n_posinf", "n_neginf")) > 0
+    count = sum(found[name].to_numpy() for name in ("n_nan", "n_posinf", "n_neginf"))
+    broken = count > 0
+    if stat not in _COUNTS:  # of no element, l2 is 0: a curve would fall where it ends
+        value = np.where(broken & (count >= found["numel"].to_numpy()), np.nan, value)
     order = {name: n for n, name in enumerate(trace.layers)}
     places = [_codes(found[name]) for name in _PLACE]
     lines = []
