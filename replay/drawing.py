@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _SMALLEST, _LARGEST = 1e-150, 1e150
-"""Past these, values are drawn at the edge of a logarithmic scale."""
+"""Past these, values are drawn at the edge of the scale; the smallest is of logarithmic scales only."""
 
 _PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#7f4f24")
 _BROKEN = "black"
@@ -63,7 +63,7 @@ def draw_lines(chart: Chart) -> "Figure":
 def _draw_lines(axes: "Axes", panel: Panel, chart: Chart) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    values, steps = _above_zero(panel.values) if chart.logarithmic else panel.values, np.asarray(panel.columns)
+    values, steps = _fitted(panel.values, logarithmic=chart.logarithmic), np.asarray(panel.columns)
     colours = _line_colours(len(panel.rows))
     handles = []
     for row, colour in zip(values, colours, strict=True):
@@ -128,7 +128,7 @@ def draw_images(chart: Chart) -> "Figure":
 def _draw_image(axes: "Axes", panel: Panel, chart: Chart, scale: Floats) -> Any:
     from matplotlib.colors import ListedColormap
 
-    values = _above_zero(panel.values) if chart.logarithmic else panel.values
+    values = _fitted(panel.values, logarithmic=chart.logarithmic)
     norm, colours = _scale(scale, logarithmic=chart.logarithmic)
     aspect: Literal["equal", "auto"] = (
         "equal" if chart.form == "tiles" and 0.2 < values.shape[0] / values.shape[1] < 5 else "auto"
@@ -147,30 +147,33 @@ def _scale(values: Floats, *, logarithmic: bool) -> tuple[Any, Any]:
     """Return a norm and a map of colours: about 0 where there are both signs."""
     from matplotlib.colors import LogNorm, Normalize
 
-    if logarithmic:
-        values = _above_zero(values)
+    values = _fitted(values, logarithmic=logarithmic)
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (1.0, 1.0)
     if logarithmic:
         return LogNorm(low, high if low < high else low * 10), _map("viridis", 0.2, 1.0)
     if low < 0 < high:
-        most = min(max(-low, high), np.finfo(float).max / 4)
+        most = max(-low, high)
         return Normalize(-most, most), _map("RdBu_r", 0.1, 0.9)
     return Normalize(low, high if low < high else low + max(1.0, abs(low) / 1000)), _map("viridis", 0.2, 1.0)
 
 
-def _above_zero(values: Floats) -> Floats:
-    """Return values for a logarithmic scale: 0 as half of the smallest that is positive, NaN if there is none.
+def _fitted(values: Floats, *, logarithmic: bool) -> Floats:
+    """Return values that matplotlib can draw: past the limits its arithmetic overflows.
 
-    Those past `_SMALLEST` and `_LARGEST` are drawn there: beyond, matplotlib's ticks overflow.
+    On a logarithmic scale 0 is half of the smallest that is positive, and NaN if there is none.
     """
-    values = np.where(values > 0, np.clip(values, _SMALLEST, _LARGEST), values)
+    values = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), np.nan)
+    if not logarithmic:
+        return values
+    values = np.where(values > 0, np.maximum(values, _SMALLEST), values)
     positive = values[values > 0]
     return np.where(values > 0, values, np.where(values == 0, positive.min() / 2 if len(positive) else np.nan, np.nan))
 
 
-def _past_scale(values: Floats) -> bool:
-    return bool(np.any((values > _LARGEST) | ((values > 0) & (values < _SMALLEST))))
+def _past_limits(values: Floats, *, logarithmic: bool) -> bool:
+    small = (values > 0) & (values < _SMALLEST) & logarithmic
+    return bool(np.any(small | (np.abs(values) > _LARGEST)))
 
 
 def _map(name: str, begin: float, end: float) -> Any:
@@ -192,8 +195,9 @@ def _figure(chart: Chart, heights: list[float], mark: str, more: Sequence[str] =
     from matplotlib.figure import Figure
 
     notes = [*chart.notes, *more]
-    if chart.logarithmic and any(_past_scale(panel.values) for panel in chart.panels):
-        notes.append(f"What is past {_SMALLEST:g} and {_LARGEST:g} is drawn there.")
+    if any(_past_limits(panel.values, logarithmic=chart.logarithmic) for panel in chart.panels):
+        low = f"{_SMALLEST:g}" if chart.logarithmic else f"{-_LARGEST:g}"
+        notes.append(f"What is past {low} and {_LARGEST:g} is drawn there.")
     if any(panel.broken.any() for panel in chart.panels):
         first = "; beside a name, × is the first such step" if chart.axes[1] == "layer" else ""
         notes.append(f"{mark} NaN or infinity among the elements{first}.")

@@ -34,7 +34,7 @@ class Timeline:
     Attributes:
         steps: shape `(steps,)`, ascending: those in which the place has a record.
         values: likewise; NaN where no element was finite.
-        broken: likewise: whether an element was NaN or infinite.
+        broken: likewise: whether an element, or the statistic itself, was NaN or infinite.
         several: whether a step has several records, of which the one farthest from 0 is in `values`.
     """
 
@@ -69,9 +69,9 @@ def timelines(
         )
     step, value = found["step"].to_numpy(), found[stat].to_numpy().astype(np.float64)
     count = sum(found[name].to_numpy() for name in ("n_nan", "n_posinf", "n_neginf"))
-    broken = count > 0
+    broken = (count > 0) | np.isinf(value)
     if stat not in _COUNTS:  # of no element, l2 is 0: a curve would fall where it ends
-        value = np.where(broken & (count >= found["numel"].to_numpy()), np.nan, value)
+        value = np.where((count > 0) & (count >= found["numel"].to_numpy()), np.nan, value)
     order = {name: n for n, name in enumerate(trace.layers)}
     places = [_codes(found[name]) for name in _PLACE]
     lines = []

@@ -208,6 +208,16 @@ def test_odd_names_and_values_are_drawn(tmp_path, records, words):
     assert (tmp_path / "a.png").read_bytes().startswith(PNG)
 
 
+def test_a_tensor_of_the_largest_numbers_is_drawn_at_the_edge_of_the_scale():
+    panel = charts.Panel("", np.array([[1.7e308, -1.7e308]]), np.zeros((1, 2), bool), ["0"], [0, 1])
+    chart = charts.Chart("tiles", "", "value", ("", ""), False, (panel,), ())
+
+    figure = drawing.draw_images(chart)
+
+    assert figure.axes[0].images[0].get_array().tolist() == [[1e150, -1e150]]
+    assert figure.get_supxlabel() == "What is past -1e+150 and 1e+150 is drawn there."
+
+
 def test_the_lines_drawn_are_the_values(norms):
     chart = charts.statistic(replay.open(norms), "l2", None, "output", None, 10)
 

@@ -53,6 +53,22 @@ def test_each_place_has_a_timeline_in_the_order_of_layers(trace):
     np.testing.assert_array_equal(found[2].values, [7.0, math.nan])
 
 
+def test_a_norm_of_no_finite_element_is_no_zero(tmp_path):
+    records = [{"step": 0, "layer": "a", "l2": 0.0, "n_nan": 60, "n_posinf": 40}, {"step": 1, "layer": "a", "l2": 0.0}]
+    trace = replay.open(write_trace(tmp_path / "a", records))
+
+    norms, counts = timelines(trace, "l2")[0], timelines(trace, "n_nan")[0]
+
+    np.testing.assert_array_equal(norms.values, [math.nan, 0.0])
+    assert counts.values.tolist() == [60, 0]
+
+
+def test_a_statistic_that_is_infinite_is_marked(tmp_path):
+    trace = replay.open(write_trace(tmp_path / "a", [{"step": 0, "layer": "a", "l2": math.inf}]))
+
+    assert timelines(trace, "l2")[0].broken.tolist() == [True]
+
+
 def test_ranks_and_paths_have_timelines_of_their_own(tmp_path):
     for rank in (0, 1):
         both = [{"step": 0, "layer": "a", "path": path, "l2": 10.0 * rank + n} for n, path in enumerate(("w", "b"))]
