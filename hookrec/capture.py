@@ -39,6 +39,7 @@ class Capture:
         self._keep = KEPT if plan.tensors else NOT_ASKED
         self._keep_this_step = self._keep
         self._streams: dict[StreamKey, int] = {}
+        self._forgotten = 0  # streams that are no longer used
         self._native = load_native()
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
         self._memory_address = self._memory.data_ptr()
@@ -53,8 +54,9 @@ class Capture:
         number = self._streams.get(key)
         if number is None:
             with self.lock:
-                number = self._streams.setdefault(key, len(self._streams))
-                if number == len(self._streams) - 1:
+                new = self._forgotten + len(self._streams)
+                number = self._streams.setdefault(key, new)
+                if number == new:
                     name = DTYPE_NAMES[dtype]
                     stream = {"layer": layer, "kind": kind, "path": path, "dtype": name, "shape": list(shape)}
                     self._ring.facts.setdefault("streams", []).append(stream)
@@ -126,6 +128,20 @@ class Capture:
     def fingerprint(self, tensor: Tensor) -> bytes:
         """Return the statistics of a tensor, by which a recomputed value is told from others."""
         return describe(tensor)
+
+    def follow(self, plan: Plan) -> bool:
+        """Go by another plan from here on.
+
+        Returns:
+            Whether all streams are new from here on: those for which the store has no place cannot take tensors.
+        """
+        self._wait = plan.when_full == "block"
+        before, self._keep = self._keep, KEPT if plan.tensors else NOT_ASKED
+        anew = plan.tensors and before == NOT_ASKED
+        if anew:
+            self._forgotten += len(self._streams)
+            self._streams = {}
+        return anew
 
     def begin_step(self) -> None:
         """Keep tensors again, unless the writer has asked for no more of them."""

@@ -9,15 +9,20 @@ import replay
 from replay.command_line import Commands
 from replay.seal import is_locked, is_sealed, locked, seal
 
+_ELSEWHERE = {
+    "attach": "hookrec.control_commands:attach",
+    "daemon": "hookrec.daemon_command:daemon",
+    "detach": "hookrec.control_commands:detach",
+    "pin": "hookrec.pin_command:pin",
+    "run": "hookrec.run_command:run",
+    "set": "hookrec.control_commands:set_",
+    "status": "hookrec.control_commands:status",
+    "trigger": "hookrec.control_commands:trigger",
+    "unpin": "hookrec.pin_command:unpin",
+}
 
-@click.group(
-    cls=Commands,
-    elsewhere={
-        "daemon": "hookrec.daemon_command:daemon",
-        "pin": "hookrec.pin_command:pin",
-        "unpin": "hookrec.pin_command:unpin",
-    },
-)
+
+@click.group(cls=Commands, elsewhere=_ELSEWHERE)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Record PyTorch trainings. In a script: hookrec.attach(model, "runs/a"). To read a trace: replay info runs/a."""

@@ -12,10 +12,9 @@ from typing import Any
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hookrec.errors import AttachError
-from hookrec.optimizer_hooks import is_inner, take_off
+from hookrec.optimizer_hooks import after_step, is_inner
 from hookrec.plan import CLOCKS
 from hookrec.scaler import ScalerWatch
 from hookrec.uncopied import Uncopied
@@ -64,9 +63,7 @@ class Clock:
         self._end_forward = end_forward
         self._log = log
         self._root_handles: list[Any] = []
-        self._handle = None
-        if not self.manual and not self._by_forward:
-            self._handle = register_optimizer_step_post_hook(self._stepped)
+        self._stop_listening = None if self.manual or self._by_forward else after_step(self._stepped)
         self._scaler = ScalerWatch(self._about_to_step, self._perhaps_skipped)
 
     def begin_step(self, *, sampled: bool) -> None:
@@ -89,10 +86,17 @@ class Clock:
         else:
             self._unwatch()
 
+    def be_last(self) -> None:
+        """Come after those who have begun to listen to optimizers later: the step ends when they have seen it."""
+        if self._stop_listening is not None:
+            self._stop_listening()
+            self._stop_listening = after_step(self._stepped)
+
     def close(self) -> None:
         """Take the hooks off."""
         self._unwatch()
-        take_off([self._handle] if self._handle is not None else [])
+        if self._stop_listening is not None:
+            self._stop_listening()
         self._scaler.close()
 
     def _unwatch(self) -> None:

@@ -73,16 +73,18 @@ class GradientHook:
 class Gradients:
     """Watches tensors for their gradients.
 
+    Attributes:
+        of_outputs: whether those of outputs are wanted.
+
     Args:
         sink: takes the gradients.
         guard: wraps what PyTorch calls.
-        outputs: whether those of outputs are wanted.
     """
 
-    def __init__(self, sink: Sink, guard: Guard, *, outputs: bool) -> None:
+    def __init__(self, sink: Sink, guard: Guard) -> None:
         self.sink = sink
         self.guard = guard
-        self._outputs = outputs
+        self.of_outputs = False
         self._handles: list[RemovableHandle] = []
         self._fresh_views: list[SharedView] = []
         self._views: dict[int, list[SharedView]] = {}  # by the id of their base
@@ -98,7 +100,7 @@ class Gradients:
         """Put hooks on outputs and on what leads to the inputs, so that their gradients are reported."""
         outputs = [(path, tensor) for path, tensor in tensors if tensor.requires_grad]
         through: dict[str, SharedView] = {}
-        for path, tensor in outputs if self._outputs else ():
+        for path, tensor in outputs if self.of_outputs else ():
             # Reading grad_fn refreshes the history of a stale view; without that, register_hook may crash the process.
             if tensor.grad_fn is None:
                 self._handles.append(_hook(tensor, GradientHook(self, source, path, call)))

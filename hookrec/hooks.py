@@ -82,26 +82,39 @@ class Hooks:
         self.sink = sink
         self.guard = guard
         self.installed = False
-        self._outputs = "output" in kinds
-        self._output_gradients = "grad_output" in kinds
-        self._inputs = "input" in kinds
-        self._input_gradients = "grad_input" in kinds
-        self._frames = Frames() if self._inputs or self._input_gradients else None
         self._layers: list[HookedLayer] = []
         self._handles: dict[HookedLayer, list[tuple[RemovableHandle, Any]]] = {}
-        self._gradients = Gradients(sink, guard, outputs=self._output_gradients)
+        self._gradients = Gradients(sink, guard)
         self._eager = EagerSteps()
         self.ops = Ops(ops, self._operation_returned, guard) if ops else None
-        self.choose(layers)
+        self.choose(layers, kinds)
 
-    def choose(self, layers: Iterable[Layer]) -> None:
-        """Hook these layers from now on; a layer that was hooked under the same name goes on."""
+    def choose(self, layers: Iterable[Layer], kinds: Collection[str] | None = None) -> None:
+        """Hook these layers from now on; a layer that was hooked under the same name goes on.
+
+        Args:
+            layers: those to hook.
+            kinds: what to record of them, as before if None; other kinds may come only while no hook is on.
+        """
+        if kinds is not None:
+            self._outputs = "output" in kinds
+            self._output_gradients = self._gradients.of_outputs = "grad_output" in kinds
+            self._inputs = "input" in kinds
+            self._input_gradients = "grad_input" in kinds
+            self._frames = Frames() if self._inputs or self._input_gradients else None
         known = {(id(hook.module()), hook.name): hook for hook in self._layers}
         self._layers = [known.get((id(layer.module), layer.name)) or HookedLayer(layer, self) for layer in layers]
         for hook in self._handles.keys() - set(self._layers):
             self._take_off(hook)
         if self.installed:
             self._put_on()
+
+    def forget_streams(self) -> None:
+        """Ask for the number of each stream again."""
+        for hook in self._layers:
+            hook.streams.clear()
+        if self.ops is not None:
+            self.ops.forget_streams()
 
     def install(self) -> None:
         """Put the hooks on the modules."""

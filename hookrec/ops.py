@@ -90,6 +90,12 @@ class Ops:
         if self._wanted:
             self._put_on()
 
+    def forget_streams(self) -> None:
+        """Ask for the number of each stream again."""
+        for owner in self._owners.values():
+            for operation in owner.operations.values():
+                operation.streams.clear()
+
     def install(self) -> None:
         """Begin a step that is recorded."""
         self._wanted = True

@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from hookrec.calls import Call, Sink
 from hookrec.guard import Guard
 from hookrec.layers import Layer
-from hookrec.optimizer_hooks import is_inner, take_off
+from hookrec.optimizer_hooks import after_step, before_step, is_inner, take_off
 from hookrec.passes import at_end_of_pass, graph_task
 from hookrec.uncopied import Uncopied
 from hookrec.values import values_of
@@ -73,12 +72,12 @@ class Parameters:
         self._installed = False
         self._touched: dict[int, dict[int, Tensor | None]] = {}
         self._before: dict[int, Tensor] = {}
-        self._global_hooks: list[RemovableHandle] = []
+        self._stop_listening: list[Callable[[], None]] = []
         self._own_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         if self._kinds - {"param_grad_acc"}:
-            self._global_hooks = [
-                register_optimizer_step_pre_hook(self._hook(Parameters._be_last)),
-                register_optimizer_step_post_hook(self._hook(Parameters._after_step)),
+            self._stop_listening = [
+                before_step(self._hook(Parameters._be_last)),
+                after_step(self._hook(Parameters._after_step)),
             ]
 
     def _hook(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -148,8 +147,9 @@ class Parameters:
     def close(self) -> None:
         """Take every hook off."""
         self.remove()
-        take_off([*self._global_hooks, *self._own_hooks.values()])
-        self._global_hooks.clear()
+        for stop in self._stop_listening:
+            stop()
+        take_off(self._own_hooks.values())
         self._own_hooks.clear()
 
     def end_step(self) -> None:

@@ -1,10 +1,14 @@
 """What to record: one frozen value, checked once, printed into the trace."""
 
 import dataclasses
+import difflib
+import inspect
 import re
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from hookrec.errors import AttachError
 
@@ -13,7 +17,11 @@ DEFAULT_KINDS = ("output", "grad_output")
 STORES = ("zarr", "hdf5")
 COMPRESSIONS = (None, "zstd", "lz4", "blosc")
 WHEN_FULL = ("block", "skip")
+DEFAULT_TRIGGERS = ("n_nan > 0",)
 CLOCKS = ("optimizer", "forward", "manual")
+
+CHANGEABLE = ("layers", "containers", "kinds", "every", "tensors", "when_full")
+"""What may be changed while a recording is under way; the rest is settled when the writer begins."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -37,6 +45,13 @@ class Plan:
         clock: what ends a step; "given" stands for an optimizer that was passed.
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system that is left free, likewise.
+        restart: how many times another writer process is started when it dies.
+        flight: how many steps before that of a trigger are kept in flight mode; None if that is off.
+        after: how many steps after it.
+        triggers: conditions at which the steps are written.
+        trigger_rest: steps after which the same condition may fire again.
+        trigger_limit: how often it may.
+        signals: names of signals that are triggers.
     """
 
     layers: tuple[str, ...] = ("*",)
@@ -52,6 +67,13 @@ class Plan:
     clock: str = "optimizer"
     max_bytes: int = 50 * 10**9
     keep_free: float = 0.1
+    restart: int = 1
+    flight: int | None = None
+    after: int = 5
+    triggers: tuple[str, ...] = ()
+    trigger_rest: int = 100
+    trigger_limit: int = 10
+    signals: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -69,10 +91,33 @@ class Plan:
                 "The HDF5 store does not compress while it records. Use store='zarr', or compression=None."
             )
         _one_of("when_full", self.when_full, WHEN_FULL)
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise AttachError(f"every is {self.every!r}; it takes a whole number of steps from 1.")
-        if not 0 <= self.keep_free < 1:
+        if self.clock != "given":
+            _one_of("clock", self.clock, CLOCKS)
+        _whole("every", self.every, 1, "steps")
+        _whole("restart", self.restart, 0, "times")
+        self._check_flight()
+        if (
+            isinstance(self.keep_free, bool)
+            or not isinstance(self.keep_free, (int, float))
+            or not 0 <= self.keep_free < 1
+        ):
             raise AttachError(f"keep_free is {self.keep_free!r}; it is a share of the file system, from 0 up to 1.")
+
+    def _check_flight(self) -> None:
+        if self.flight is None:
+            if self.triggers or self.signals:
+                raise AttachError("triggers and signals are of flight mode; pass flight=5 to keep five steps, or more.")
+            return
+        if not self.tensors:
+            raise AttachError("flight mode keeps tensors; leave out tensors=False, or flight.")
+        _whole("flight", self.flight, 1, "steps")
+        _whole("after", self.after, 0, "steps")
+        _whole("trigger_rest", self.trigger_rest, 0, "steps")
+        _whole("trigger_limit", self.trigger_limit, 1, "times")
+        from hookrec.conditions import Condition
+
+        for trigger in self.triggers:
+            Condition(trigger)
 
     def samples(self, step: int) -> bool:
         """Whether the step is recorded."""
@@ -81,6 +126,98 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `trace.json` has it."""
         return dataclasses.asdict(self)
+
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """Return the plan with other values, given as `plan_of` takes them.
+
+        Raises:
+            AttachError: there is no such value, or it cannot be changed.
+        """
+        for name in changes:
+            if name not in CHANGEABLE:
+                known = name in {field.name for field in dataclasses.fields(self)} or name in PLAN_OPTIONS
+                what = f"{name} cannot be changed while recording" if known else f"There is no {name!r} in a plan"
+                raise AttachError(f"{what}; {', '.join(CHANGEABLE)} can.")
+        checked = plan_of(**changes)
+        return dataclasses.replace(self, **{name: getattr(checked, name) for name in changes})
+
+
+def plan_of(
+    *,
+    layers: str | Iterable[str] = "*",
+    containers: bool = False,
+    kinds: str | Iterable[str] = DEFAULT_KINDS,
+    ops: str | Iterable[str] = (),
+    every: int = 1,
+    tensors: bool = True,
+    store: str = "zarr",
+    compression: str | None = None,
+    ring: str | int = "512MB",
+    when_full: str = "block",
+    clock: str = "optimizer",
+    max_bytes: str | int = "50GB",
+    keep_free: float = 0.1,
+    restart: int = 1,
+    flight: int | None = None,
+    after: int = 5,
+    triggers: str | Iterable[str] | None = None,
+    trigger_rest: int = 100,
+    trigger_limit: int = 10,
+    signals: str | Iterable[str] = (),
+) -> Plan:
+    """Return the plan that is meant by the arguments of `attach`, which are described there.
+
+    Raises:
+        AttachError: one of them will not do.
+    """
+    default_triggers = DEFAULT_TRIGGERS if flight is not None else ()
+    return Plan(
+        layers=as_tuple("layers", layers),
+        containers=_boolean("containers", containers),
+        kinds=as_tuple("kinds", kinds),
+        ops=as_tuple("ops", ops),
+        every=every,
+        tensors=_boolean("tensors", tensors),
+        store=store,
+        compression=compression,
+        ring_bytes=parse_bytes(ring),
+        when_full=when_full,
+        clock=clock,
+        max_bytes=parse_bytes(max_bytes),
+        keep_free=keep_free,
+        restart=restart,
+        flight=flight,
+        after=after,
+        triggers=as_tuple("triggers", default_triggers if triggers is None else triggers),
+        trigger_rest=trigger_rest,
+        trigger_limit=trigger_limit,
+        signals=as_tuple("signals", signals),
+    )
+
+
+PLAN_OPTIONS = tuple(inspect.signature(plan_of).parameters)
+"""What a file with a plan may say, and `attach` takes."""
+
+
+def read_plan(path: Path) -> dict[str, Any]:
+    """Return the arguments of `attach` that a TOML file has, at its top.
+
+    Raises:
+        AttachError: it cannot be read, or has what is no argument.
+    """
+    try:
+        with path.open("rb") as file:
+            options = tomllib.load(file)
+    except OSError as error:
+        raise AttachError(f"The plan {path} cannot be read: {error.strerror}.") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise AttachError(f"The plan {path} is no TOML: {error}.") from None
+    for name in options:
+        if name not in PLAN_OPTIONS:
+            near = difflib.get_close_matches(name, PLAN_OPTIONS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PLAN_OPTIONS)}."
+            raise AttachError(f"The plan {path} has {name!r}, which is no option; {hint}")
+    return options
 
 
 def parse_bytes(size: str | int) -> int:
@@ -119,6 +256,17 @@ def as_tuple(what: str, names: str | Iterable[str]) -> tuple[str, ...]:
     return several
 
 
+def _boolean(what: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise AttachError(f"{what} is {value!r}; it is true or false.")
+    return value
+
+
 def _one_of(what: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         raise AttachError(f"There is no {what} {value!r}; there are {', '.join(repr(choice) for choice in choices)}.")
+
+
+def _whole(what: str, value: object, least: int, unit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise AttachError(f"{what} is {value!r}; it takes a whole number of {unit} from {least}.")

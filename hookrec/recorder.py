@@ -4,7 +4,8 @@ import atexit
 import contextlib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -14,12 +15,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookrec.clock import check as check_clock
+from hookrec.control import heard, unheard
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.ops import check as check_ops
 from hookrec.parameters import KINDS as PARAMETER_KINDS
-from hookrec.plan import Plan, as_tuple, parse_bytes
+from hookrec.plan import Plan, plan_of
 from hookrec.recording import Recording, is_recorded
+from hookrec.signals import Signals
+from hookrec.signals import check as check_signals
 from hookrec.writer_process import WriterProcess
 
 
@@ -40,6 +44,13 @@ def attach(
     clock: str | Optimizer = "optimizer",
     max_bytes: str | int = "50GB",
     keep_free: float = 0.1,
+    restart: int = 1,
+    flight: int | None = None,
+    after: int = 5,
+    triggers: str | Iterable[str] | None = None,
+    trigger_rest: int = 100,
+    trigger_limit: int = 10,
+    signals: str | Iterable[str] = (),
 ) -> "Recorder":
     """Record what flows through the layers of a model.
 
@@ -69,6 +80,16 @@ def attach(
             "forward" (a forward pass of the model begins a step) or "manual" (`step()`).
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system to leave free, likewise.
+        restart: how many times another writer process is started when it dies; it goes on in the same trace.
+        flight: flight mode: statistics of each step, and tensors only around a trigger: of its step, of so many
+            recorded steps before it, and of `after` steps after it. An exception that ends the training and the death
+            of the process are triggers too. The ring must hold `flight` + 2 steps.
+        after: in flight mode, how many steps after a trigger are kept.
+        triggers: conditions on statistics and logged numbers, such as "l2 > 1e4" or "loss > 3 * median(loss, 100)";
+            "n_nan > 0" if not given.
+        trigger_rest: steps after which a condition that was false in between may fire again.
+        trigger_limit: how often a condition may fire.
+        signals: names of signals that are triggers, such as "SIGUSR1"; earlier handlers are called as before.
 
     Returns:
         The recorder, which is a context manager.
@@ -76,20 +97,27 @@ def attach(
     Raises:
         AttachError: the model, the path or an argument will not do. Nothing was changed.
     """
-    plan = Plan(
-        layers=as_tuple("layers", layers),
+    plan = plan_of(
+        layers=layers,
         containers=containers,
-        kinds=as_tuple("kinds", kinds),
-        ops=as_tuple("ops", ops),
+        kinds=kinds,
+        ops=ops,
         every=every,
         tensors=tensors,
         store=store,
         compression=compression,
-        ring_bytes=parse_bytes(ring),
+        ring=ring,
         when_full=when_full,
         clock=clock if isinstance(clock, str) else "given",
-        max_bytes=parse_bytes(max_bytes),
+        max_bytes=max_bytes,
         keep_free=keep_free,
+        restart=restart,
+        flight=flight,
+        after=after,
+        triggers=triggers,
+        trigger_rest=trigger_rest,
+        trigger_limit=trigger_limit,
+        signals=signals,
     )
     return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
 
@@ -104,6 +132,7 @@ class Recorder:
     def __init__(self, models: Mapping[str, nn.Module], path: Path, plan: Plan, clock: str | Optimizer) -> None:
         check_clock(clock)
         check_ops(plan.ops)
+        check_signals(plan.signals)
         for name, model in models.items():
             if is_recorded(model):
                 which = f"The model {name!r}" if name else "The model"
@@ -120,14 +149,18 @@ class Recorder:
                 "model": describe(layers, chosen),
                 "trace": _identity() if rank_directory.name == "rank-00000" else None,
             }
-            writer = WriterProcess(config, plan.ring_bytes)
+            writer = WriterProcess(config, plan.ring_bytes, plan.restart)
             stack.pop_all()
         try:
             self._recording = Recording(models, layers, chosen, plan, clock, writer)
         except BaseException:
             writer.wait()
             raise
+        self._waiting = threading.Lock()
+        self._signals = Signals(plan.signals, self._recording.trigger_soon)
         self._waited = False
+        if (why := heard(self)) is not None:
+            self._recording.note(None, f"this recording cannot be controlled from outside: {why}")
         # This also keeps a recorder alive that nobody holds: hookrec.attach(model, path) as a line of its own records.
         atexit.register(self._at_exit)
 
@@ -151,6 +184,15 @@ class Recorder:
     ) -> None:
         self._detach(error)
 
+    @property
+    def steps(self) -> int:
+        """How many steps have ended."""
+        return self._recording.step_number
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the recorded models have one of some parameters."""
+        return self._recording.holds(parameters)
+
     def step(self) -> None:
         """End the step that is under way. From the first call on nothing else ends a step.
 
@@ -159,6 +201,47 @@ class Recorder:
         """
         self._check_attached("step")
         self._recording.step()
+
+    @property
+    def active(self) -> bool:
+        """Whether it records: it was not detached and has not failed."""
+        return self._recording.active
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `hookrec status` shows: the trace, the plan, how far it is."""
+        return {"trace": str(self.path), **self._recording.facts()}
+
+    def at_boundary(self, do: Callable[[], None]) -> None:
+        """Call a function between two steps, on the thread that trains. It must not raise. Any thread may ask."""
+        self._recording.requests.append(do)
+
+    def change(self, changes: Mapping[str, Any]) -> str:
+        """Record by another plan from the step on that begins next; to be called between two steps.
+
+        Args:
+            changes: arguments of `attach` that may be changed, such as `{"every": 1}`.
+
+        Returns:
+            What is different now, in words.
+
+        Raises:
+            AttachError: there is no such argument or value, or no layer is matched. Nothing was changed.
+        """
+        return self._recording.change(changes)
+
+    def finish(self) -> Callable[[], None]:
+        """Stop recording; return what waits until the trace is sealed. Used where the training must not wait."""
+        self._signals.close()
+        self._recording.end("detached", None)
+        return self._wait
+
+    def _wait(self) -> None:
+        with self._waiting:
+            if not self._waited:
+                self._recording.wait()
+                self._waited = True
+        self._recording.answer_requests()
+        atexit.unregister(self._at_exit)
 
     def log(self, **values: float | Tensor) -> None:
         """Record numbers with the step that is under way.
@@ -178,19 +261,30 @@ class Recorder:
                 raise TypeError(f"log({name}=…) takes a number or a tensor of one element, not {value!r:.80}") from None
             self._recording.log(name, number)
 
+    def trigger(self, why: str) -> None:
+        """Keep the tensors of the last steps and of the next ones, in flight mode; else leave a note.
+
+        Args:
+            why: the reason, which is written into the trace.
+
+        Raises:
+            DetachedError: the recorder was detached.
+        """
+        self._check_attached("trigger")
+        self._recording.trigger("call", str(why))
+
     def detach(self) -> None:
         """Stop recording, write what is under way, seal the trace, and leave the model as it was. May be repeated."""
         self._detach(None)
 
     def _detach(self, error: BaseException | None) -> None:
-        atexit.unregister(self._at_exit)
+        unheard(self)
+        self._signals.close()
         if error is None:
             self._recording.end("detached", None)
         else:
             self._recording.end("exception", f"{type(error).__name__}: {error}")
-        if not self._waited:
-            self._recording.wait()
-            self._waited = True
+        self._wait()
 
     def _at_exit(self) -> None:
         self._detach(getattr(sys, "last_value", None))

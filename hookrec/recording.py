@@ -9,7 +9,8 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from hookrec.calls import Call, Named
 from hookrec.capture import Capture
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
+from hookrec.flight import ring_for, steps_that_fit
 from hookrec.guard import Guard
 from hookrec.hooks import Hooks
 from hookrec.layers import Layer, choose, describe, layers_of
@@ -69,10 +71,13 @@ class Recording:
         self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
         self._parameters.choose(modules)
         self._scalars: dict[str, float] = {}
-        self._noted: set[tuple[str, str]] = set()
+        self.requests: deque[Callable[[], None]] = deque()  # what others want done between two steps
+        self._noted: set[tuple[str | None, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
         self._between = False  # whether a step has ended and no forward pass has begun since
-        self._told_to_stop = self._told_of_nothing = False
+        self._told_to_stop = self._told_of_nothing = self._told_of_room = False
+        self._signals: list[str] = []
+        self._since = self._began = time.perf_counter()
         self._books = {"recorded_steps": 0, "hook_s": 0.0, "capture_s": 0.0, "wait_s": 0.0, "step_s": 0.0}
         self._models = {name: weakref.ref(model) for name, model in models.items()}
         self._models_changed = False
@@ -80,13 +85,20 @@ class Recording:
             register_module_module_registration_hook(_weakly(self._registered)),
             register_module_parameter_registration_hook(_weakly(self._registered)),
         ]
-        self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
-        _recordings.add(self)
-        try:
-            self._begin_step()
-        except BaseException as error:
-            self.end("failed", f"{type(error).__name__}: {error}")
-            raise
+        # Another thread may be training: what its hooks tell waits until everything is there.
+        with self._capture.lock:
+            self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
+            _recordings.add(self)
+            try:
+                self._begin_step()
+            except BaseException as error:
+                self.end("failed", f"{type(error).__name__}: {error}")
+                raise
+
+    def holds(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether the models have one of some parameters."""
+        ours = {id(p) for model in self._roots().values() for p in model.parameters()}
+        return any(id(parameter) in ours for parameter in parameters)
 
     # What the hooks report.
 
@@ -106,13 +118,13 @@ class Recording:
         """Return the statistics of a tensor that is not recorded."""
         return self._capture.fingerprint(tensor)
 
-    def note(self, layer: str, note: str) -> None:
+    def note(self, layer: str | None, note: str, **more: Any) -> None:
         """Take the reason why something of a layer is not recorded; the same reason once."""
         if (layer, note) not in self._noted:
             self._noted.add((layer, note))
             with self._capture.lock:
                 self._ring.facts.setdefault("notes", []).append(
-                    {"step": self.step_number, "layer": layer, "note": note}
+                    {"step": self.step_number, "layer": layer, "note": note, **more}
                 )
 
     def fault(self, error: Exception) -> None:
@@ -122,7 +134,7 @@ class Recording:
                 why = "The trace can no longer be written; the disk may be full. What was committed before is there."
             else:
                 why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                if not self._writer.is_alive():
+                if not isinstance(error, WriterGone) and not self._writer.is_alive():
                     why += f" (the writer's last words: {self._writer.last_words()})"
             self._failed = True
             self.end("failed", why)
@@ -142,6 +154,16 @@ class Recording:
                 self._add_scalars(self.step_number - 1, {name: value})
             else:
                 self._scalars[name] = value
+
+    def trigger(self, by: str, why: str) -> None:
+        """Take a trigger; like a number it belongs to the step that ended, until the next forward pass."""
+        with self._capture.lock:
+            step = self.step_number - self._between
+            self._ring.facts.setdefault("triggers", []).append({"step": step, "by": by, "why": why})
+
+    def trigger_soon(self, signal_name: str) -> None:
+        """Take a trigger of a signal. Its handler may run in the middle of ours, so it is sent when the step ends."""
+        self._signals.append(signal_name)
 
     def _log_own(self, name: str, value: float) -> None:
         """Take a number that the recorder itself has to say of a step, if it is recorded."""
@@ -175,8 +197,7 @@ class Recording:
         """Look at the models again where modules were added or replaced."""
         if self._models_changed:
             self._models_changed = False
-            models = {name: model for name, reference in self._models.items() if (model := reference()) is not None}
-            layers = layers_of(models)
+            layers = layers_of(self._roots())
             with contextlib.suppress(AttachError):  # what matched before may be gone now
                 chosen = choose(layers, self._plan.layers, containers=self._plan.containers)
                 self._hooks.choose(chosen)
@@ -203,9 +224,59 @@ class Recording:
             if self.active:
                 try:
                     self._end_step()
-                    self._begin_step()
+                    self.answer_requests()
+                    if self.active:
+                        self._begin_step()
                 except Exception as error:
                     self.fault(error)
+
+    def change(self, changes: Mapping[str, Any]) -> str:
+        """Record by another plan from the next step on; see `Recorder.change`. Called between two steps."""
+        plan = self._plan.changed(changes)
+        layers = layers_of(self._roots())
+        chosen = choose(layers, plan.layers, containers=plan.containers)
+        before, after = self._plan.as_json(), plan.as_json()
+        different = {name: value for name, value in after.items() if value != before[name]}
+        if not different:
+            return "that is the plan already"
+        self._plan = plan
+        self._hooks.remove()
+        self._hooks.choose(chosen, plan.kinds)
+        self._choose_ops(layers)
+        if self._capture.follow(plan):
+            self._hooks.forget_streams()
+        self._parameters.close()
+        self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
+        self._parameters.choose(layers)
+        self._clock.be_last()
+        self._ring.facts["model"] = describe(layers, chosen)
+        self._ring.facts["plan"] = after
+        words = ", ".join(f"{name} {_words(before[name])} -> {_words(value)}" for name, value in different.items())
+        self._noted.discard((None, f"the plan was changed: {words}"))  # it may be changed back and forth
+        self.note(None, f"the plan was changed: {words}", time=round(time.time(), 3), plan=after)
+        return f"from step {self.step_number} on: {words}"
+
+    def _roots(self) -> dict[str, nn.Module]:
+        return {name: model for name, reference in self._models.items() if (model := reference()) is not None}
+
+    def answer_requests(self) -> None:
+        """Do what was asked for meanwhile; between two steps, or when there will be none."""
+        while self.requests:
+            self.requests.popleft()()
+
+    def facts(self) -> dict[str, Any]:
+        """Return how far the recording is, for whoever looks from another thread."""
+        now = time.perf_counter()
+        stopped = False
+        with contextlib.suppress(ValueError):  # the ring was given back meanwhile
+            stopped = bool(self._ring.control.stop_tensors)
+        return {
+            "step": self.step_number,
+            "step_s": round(now - self._began, 3),
+            "steps_per_s": round(self.step_number / max(now - self._since, 1e-9), 3),
+            "tensors_stopped": stopped,
+            "plan": self._plan.as_json(),
+        }
 
     def _begin_step(self) -> None:
         self._began = time.perf_counter()
@@ -228,7 +299,7 @@ class Recording:
             self._guard.call(self._parameters.end_step)
             self._look_for_records()
             self._logged = set(self._scalars)
-            if self._capture.records or self._scalars or self._ring.facts:
+            if self._capture.records or self._scalars or self._ring.facts or self._signals:
                 self._send_step()
             self.step_number += 1
             self._between = True
@@ -240,13 +311,21 @@ class Recording:
             return
         self._told_of_nothing = True
         called = any(self._clock.forwards)
-        cause = likely_cause(called=called, kinds=self._plan.kinds, notes=sorted(self._noted))
+        cause = likely_cause(
+            called=called,
+            kinds=self._plan.kinds,
+            notes=sorted((layer, note) for layer, note in self._noted if layer is not None),
+        )
         self._ring.facts.setdefault("notes", []).append(
             {"step": self.step_number, "layer": None, "note": f"the step has no record: {cause}"}
         )
         warn(f"step {self.step_number} has no record: {cause} Later steps are not warned of.")
 
     def _send_step(self) -> None:
+        while self._signals:
+            self.trigger("signal", self._signals.pop(0))
+        if self._plan.flight is not None:
+            self._look_at_room(self._plan.flight)
         scalars, self._scalars = self._scalars, {}
         if self._capture.records:
             now = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
@@ -260,11 +339,26 @@ class Recording:
             self._books["recorded_steps"] += 1
         if scalars:
             self._add_scalars(self.step_number, scalars)
-        self._ring.facts["commit"] = True
+        self._ring.facts["commit"] = self.step_number
         if self._capture.ring_was_full:
             self._ring.facts["drop_tensors"] = True
         self._capture.records = 0
         self._ring.send()
+
+    def _look_at_room(self, wanted: int) -> None:
+        """Warn once if the ring is too small for the steps of flight mode."""
+        step_bytes, self._ring.step_bytes = self._ring.step_bytes, 0
+        fits = steps_that_fit(self._ring.size, step_bytes)
+        if fits < wanted and not self._told_of_room:
+            self._told_of_room = True
+            room = f"has room for {fits} before that of a trigger" if fits >= 0 else "cannot hold that of a trigger"
+            why = (
+                f"of the steps that flight={wanted} asks for, a ring of {self._ring.size / 1e6:,.0f} MB {room}: step "
+                f"{self.step_number} has {step_bytes / 1e6:,.1f} MB. "
+                f"ring='{-(-ring_for(wanted, step_bytes) // 10**6)}MB' holds all of them"
+            )
+            self.note("", why)
+            warn(f"{why}.")
 
     def _look_at_writer(self) -> None:
         """Warn once of what the writer has to say."""
@@ -297,7 +391,7 @@ class Recording:
             self._hooks.close()
             self._parameters.close()
             with contextlib.suppress(Exception):
-                if how != "failed" and (self._capture.records or self._scalars):
+                if how != "failed" and (self._capture.records or self._scalars or self._signals):
                     self._send_step()
                 books = {name: round(value, 6) for name, value in self._books.items()}
                 self._ring.facts["end"] = {"how": how, "detail": detail, "books": books}
@@ -326,6 +420,10 @@ def is_recorded(model: nn.Module) -> bool:
         recording.active and any(reference() is model for reference in recording._models.values())
         for recording in _recordings
     )
+
+
+def _words(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

@@ -10,7 +10,9 @@ goes on. The memory is a `memfd`, not `/dev/shm`, which is 64 MB in a container.
 Positions in the ring count bytes since the beginning and never wrap; the place of a position is its remainder by
 the ring's size. The writer gives memory back by storing the position up to which it is done in the control page. So
 each number has one owner, and there is no lock between the processes. What was sent survives the sender: when the
-training is killed, the writer finds it in the socket and in the ring.
+training is killed, the writer finds it in the socket and in the ring. What was sent survives the writer too: the
+training keeps each message until the writer has stored in the control page that it is committed, and sends those that
+are left to the writer's successor.
 
 Both processes read this file, so it imports neither torch nor replay.
 """
@@ -23,7 +25,9 @@ import select
 import socket
 import struct
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 PAGE = 4096
@@ -39,7 +43,7 @@ ROW_BYTES = ROW.size + STATISTICS_BYTES
 MESSAGE = struct.Struct("<QII")
 """Position after the part, number of rows, bytes of JSON."""
 
-KEPT, NOT_ASKED, RING_FULL, LARGER_THAN_RING, LIMIT, STORE_FAILED, NOT_STORABLE = range(7)
+KEPT, NOT_ASKED, RING_FULL, LARGER_THAN_RING, LIMIT, STORE_FAILED, NOT_STORABLE, NOT_TRIGGERED, LOST = range(9)
 """`kept` in the commit log, section 7 of the format."""
 
 _ROWS_A_PART = 4096
@@ -53,7 +57,7 @@ class WriterGone(Exception):
 class Control:
     """The control page: words that one process stores and the other reads."""
 
-    _RELEASED, _FAILED, _STOP_TENSORS = range(3)
+    _RELEASED, _FAILED, _STOP_TENSORS, _COMMITTED = range(4)
 
     def __init__(self, memory: memoryview) -> None:
         self._words = memory[:PAGE].cast("Q")
@@ -70,6 +74,15 @@ class Control:
     @released.setter
     def released(self, position: int) -> None:
         self._words[self._RELEASED] = position
+
+    @property
+    def committed(self) -> int:
+        """How many messages, from the first, the writer has committed: nobody needs them any more."""
+        return self._words[self._COMMITTED]
+
+    @committed.setter
+    def committed(self, messages: int) -> None:
+        self._words[self._COMMITTED] = messages
 
     @property
     def failed(self) -> bool:
@@ -90,33 +103,66 @@ class Control:
         self._words[self._STOP_TENSORS] = why
 
 
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A message that was sent, and how much was with it since the beginning: rows, and lines of scalars."""
+
+    number: int
+    rows: int
+    scalars: int
+    data: bytes
+
+
 class Ring:
     """The training's end of the way.
 
     Owned by the recorder, which uses it under its lock. `rows` holds the rows of the part that is being filled; whoever
     records a tensor writes its row there, number `count`, and raises `count`.
+
+    Args:
+        ring_bytes: size of the memory.
+        writer_alive: whether the writer runs.
+        succeed: starts another writer at the other end of a new socket when the writer is gone; raises `WriterGone`
+            where there is to be none.
     """
 
-    def __init__(self, ring_bytes: int, writer_alive: Callable[[], bool]) -> None:
+    def __init__(self, ring_bytes: int, writer_alive: Callable[[], bool], succeed: Callable[[], None]) -> None:
         self.size = max(-(-ring_bytes // PAGE) * PAGE, MINIMUM_BYTES)
         self.fd = os.memfd_create("hookrec-ring", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, PAGE + self.size)
         # Populated at once: a page of fresh memory costs more at its first touch than the copy into it.
         self.map = mmap.mmap(self.fd, PAGE + self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.control = Control(memoryview(self.map))
-        self._socket, self.writer_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        # As much as the system allows: it must hold the rows that come while the writer rests.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+        self._connect()
         self._alive = writer_alive
+        self._succeed = succeed
+        # The last message that the writer has acknowledged, and those after it. All counts are taken from here, so
+        # that an interrupt from the keyboard cannot come between two that belong together.
+        self._messages = deque([Sent(0, 0, 0, b"")])
+        self._transmitted = 0  # number of the last message that the socket has taken whole
+        self._transmitted_bytes = 0  # of the one after it
         self.rows = bytearray(_ROWS_A_PART * ROW_BYTES)
         self.count = 0
         self.facts: dict[str, Any] = {}
         self.wait_s = 0.0
         self.high_water_bytes = 0
+        self.step_bytes = 0
         self._head = 0
         self._floor = 0  # what lies below was passed over while the ring was empty
         self._sent = 0
         self._part_bytes = max(self.size // 16, MINIMUM_BYTES // 4)
+
+    def _connect(self) -> None:
+        self._socket, self.writer_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        # As much as the system allows: it must hold the rows that come while the writer rests.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+
+    def reconnect(self) -> None:
+        """Make a new socket for a new writer."""
+        self._socket.close()
+        self.writer_socket.close()
+        self._connect()
+        self._transmitted, self._transmitted_bytes = self.acknowledged().number, 0
 
     def receive_line(self, timeout_s: float) -> str:
         """Return the line that the writer sends once it is ready, or has failed to be; "" if it died."""
@@ -145,16 +191,19 @@ class Ring:
         if self._head - self._sent > self._part_bytes or self.count >= _ROWS_A_PART:
             self.send()
         if (position := self._fit(padded, align)) is None:
-            if self.count:
-                self.send()  # the writer cannot give back what it was not told of
+            # The writer cannot give back what it was not told of, and keeps what is not committed as long as it may.
+            self.facts["need"] = min(self._place(padded, align) + padded - self.size, self._head)
+            self.send()
             begin = time.perf_counter()
             while (position := self._fit(padded, align)) is None and wait:
-                self._check_alive(begin)
+                if not self._is_served(begin):
+                    self.replace_writer()
                 time.sleep(_POLL_S)
             self.wait_s += time.perf_counter() - begin
             if position is None:
                 return None
         self._head = position + padded
+        self.step_bytes += padded
         self.high_water_bytes = max(self.high_water_bytes, self._head - max(self.control.released, self._floor))
         return PAGE + position % self.size
 
@@ -165,10 +214,15 @@ class Ring:
             # Nothing is under way: start over at the ring's beginning, where the memory is warm.
             self._head = self._floor = self._sent = -(-self._head // self.size) * self.size
             return self._head
+        position = self._place(padded, align)
+        return position if position + padded - released <= self.size else None
+
+    def _place(self, padded: int, align: int) -> int:
+        """The next position where `padded` bytes are in one piece."""
         position = -(-self._head // align) * align
         if position % self.size + padded > self.size:
             position = -(-position // self.size) * self.size
-        return position if position + padded - released <= self.size else None
+        return position
 
     def reserve_row(self) -> int:
         """Return the number of the row that is written next."""
@@ -183,40 +237,74 @@ class Ring:
             WriterGone: the writer died.
         """
         text = json.dumps(self.facts).encode() if self.facts else b""
+        head = MESSAGE.pack(self._head, self.count, len(text))
+        data = b"".join((head, memoryview(self.rows)[: self.count * ROW_BYTES], text))
+        last = self._messages[-1]
+        scalars = last.scalars + len(self.facts.get("scalars", ()))
+        self.acknowledged()
         self.facts = {}
-        data = memoryview(
-            b"".join(
-                (
-                    MESSAGE.pack(self._head, self.count, len(text)),
-                    memoryview(self.rows)[: self.count * ROW_BYTES],
-                    text,
-                )
-            )
-        )
-        self.count = 0
         self._sent = self._head
+        self._messages.append(Sent(last.number + 1, last.rows + self.count, scalars, data))
+        self.count = 0
+        if not self._transmit():
+            self.replace_writer()
+
+    def acknowledged(self) -> Sent:
+        """Forget what the writer has committed; return the last message of it."""
+        messages, committed = self._messages, self.control.committed
+        while len(messages) > 1 and messages[1].number <= committed:
+            messages.popleft()
+        return messages[0]
+
+    def _transmit(self) -> bool:
+        """Put whatever was not sent into the socket; return whether the writer is there."""
         begin = time.perf_counter()
-        while data:
+        while self._transmitted < self._messages[-1].number:
+            message = self._messages[self._transmitted + 1 - self._messages[0].number].data
+            if self._transmitted_bytes == len(message):
+                self._transmitted, self._transmitted_bytes = self._transmitted + 1, 0
+                continue
             try:
                 # Without MSG_NOSIGNAL a script that has set SIGPIPE to its default would be killed by our writer's
                 # death.
-                data = data[self._socket.send(data, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT) :]
+                rest = memoryview(message)[self._transmitted_bytes :]
+                self._transmitted_bytes += self._socket.send(rest, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self._check_alive(begin)
+                if not self._is_served(begin):
+                    return False
+                waiting = time.perf_counter()
                 poll = select.poll()
                 poll.register(self._socket, select.POLLOUT)
                 poll.poll(50)
-                self.wait_s += time.perf_counter() - begin
-                begin = time.perf_counter()
-            except OSError as error:
-                raise WriterGone(f"the writer process is gone ({error.strerror})") from None
+                self.wait_s += time.perf_counter() - waiting
+            except OSError:
+                return False
+        return True
 
-    def _check_alive(self, since: float) -> None:
-        if self.control.failed or (time.perf_counter() - since > 0.02 and not self._alive()):
-            raise WriterGone("the writer process is gone")
+    def _is_served(self, since: float) -> bool:
+        """Whether there is a writer that does its work; to ask the system is left out in the first moments."""
+        return not self.control.failed and (time.perf_counter() - since <= 0.02 or self._alive())
+
+    def replace_writer(self) -> None:
+        """Have another writer go on, and send it whatever the one that is gone has not committed.
+
+        Raises:
+            WriterGone: there is no other.
+        """
+        while True:
+            if self.control.failed:
+                raise WriterGone("the writer process has given up")
+            self._succeed()
+            if self._transmit():
+                return
+
+    def hang_up(self) -> None:
+        """Say that nothing more will come."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End the conversation; the writer takes what is on its way, then seals."""
+        """Close the socket and the memory's file; the writer takes what is on its way, then seals."""
         self._socket.close()
         self.writer_socket.close()
         if self.fd >= 0:

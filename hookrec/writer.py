@@ -30,7 +30,9 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from hookrec.ring import KEPT, LIMIT, MESSAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
+from hookrec.held import Held
+from hookrec.resume import Message, Predecessor
+from hookrec.ring import KEPT, LIMIT, MESSAGE, PAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
 from replay import format as trace_format
 from replay.format import STATISTICS, Locations, Placed, Stream
 from replay.log import LogWriter
@@ -57,9 +59,6 @@ _REST_S = 0.025
 _RING_BYTES_A_SECOND = 8e9
 _NICE = 10
 
-Message = tuple[int, NDArray[Any], dict[str, Any]]
-"""Position in the ring after it, rows, facts."""
-
 _ENVIRONMENT = ("CUDA_", "CUBLAS_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "SLURM_JOB_ID", "RANK", "WORLD_SIZE")
 _PACKAGES = ("torch", "numpy", "hookrec", "transformers", "lightning", "accelerate")
 
@@ -71,9 +70,12 @@ class Writer:
         directory: the rank's directory.
         plan: what is recorded, as `trace.json` has it.
         memory: the shared memory.
+        before: the writer whose work this one continues.
     """
 
-    def __init__(self, directory: Path, plan: dict[str, Any], memory: memoryview) -> None:
+    def __init__(
+        self, directory: Path, plan: dict[str, Any], memory: memoryview, before: Predecessor | None = None
+    ) -> None:
         self._directory = directory
         self._plan = plan
         self._memory = memory
@@ -82,40 +84,64 @@ class Writer:
         self._control = Control(memory)
         self._log = LogWriter(directory)
         self._store = open_writer(plan["store"], directory) if plan["tensors"] else None
-        self._locations = Locations()
+        self._locations = Locations(s.location for s in before.streams if s.location) if before else Locations()
         self._streams = 0
         self._streams_file = _appending(directory / trace_format.STREAMS_FILE)
         self._scalars_file = _appending(directory / trace_format.SCALARS_FILE)
         self._notes_file = _appending(directory / trace_format.NOTES_FILE)
         self._pending: list[dict[str, NDArray[Any]]] = []
         self._uncommitted: dict[int, int] = {}  # of streams with rows that are not committed: how many are
-        self._bytes = 0
+        self._bytes = before.nbytes if before else 0
+        self._taken = self._committed = self._control.released  # positions in the ring
+        self._messages = self._control.committed
+        self._unacknowledged = 0  # messages that were taken and not committed
+        self._unreleased_bytes = 0  # of tensors that were taken and not committed
+        for stream in before.streams if before else ():
+            self._add_to_store(stream, before.rows[stream.id] if before else 0)
         self.end: dict[str, Any] = {"how": "died", "detail": _DIED, "books": {}}
 
-    def take(self, messages: Sequence[Message]) -> None:
-        """Take parts of steps, at least one; commit the steps whose last part is among them.
+    def take(self, messages: Sequence[Message], *, let_go: bool = False) -> None:
+        """Take parts of steps; commit the steps whose last part is among them.
+
+        Args:
+            messages: the parts.
+            let_go: give back the ring of whatever was taken, since the training waits for it. Else what is not
+                committed stays there as long as it is less than half, for the case that another writer has to go on.
 
         Raises:
             OSError: what cannot be done without could not be written; what was not committed before is not now.
         """
         parts: list[NDArray[Any]] = []
         step_begin = 0
-        for _, rows, facts in messages:
-            self._take_facts(facts)
+        for position, rows, facts in messages:
+            self.take_facts(facts)
             parts.append(rows)
+            self._taken = position
+            self._unacknowledged += 1
+            self._unreleased_bytes += int(rows["nbytes"][rows["kept"] == KEPT].sum())
             if "commit" in facts:
                 if "drop_tensors" in facts:
                     self._drop_tensors(parts[step_begin:], pending=not step_begin)
                 step_begin = len(parts)
+                self._committed = position
+                self._messages += self._unacknowledged
+                self._unacknowledged = self._unreleased_bytes = 0
         # What is committed is written before what is not, since the latter may have to be taken back.
         if step_begin:
             self._pending.append(self._write_tensors(np.concatenate(parts[:step_begin])))
             self._commit()
         if step_begin < len(parts):
             self._pending.append(self._write_tensors(np.concatenate(parts[step_begin:])))
-        self._control.released = messages[-1][0]
+        let_go = let_go or self._unreleased_bytes > len(self._memory) // 2
+        self._control.released = max(self._control.released, self._taken if let_go else self._committed)
+        self._control.committed = self._messages
 
-    def _take_facts(self, facts: dict[str, Any]) -> None:
+    def take_facts(self, facts: dict[str, Any]) -> None:
+        """Write down what a message says besides its rows."""
+        if "plan" in facts:
+            self._plan = facts["plan"]
+            if self._plan["tensors"] and self._store is None:
+                self._store = open_writer(self._plan["store"], self._directory)
         if "model" in facts:
             _write_model_file(self._directory, facts["model"])
         self._add_streams(facts.get("streams", ()))
@@ -127,6 +153,8 @@ class Writer:
             self._scalars_file.write(json.dumps(line) + "\n")
         if "scalars" in facts:
             self._scalars_file.flush()
+        for reason in facts.get("triggers", ()):  # in flight mode they go another way
+            self.note(f"trigger at step {reason['step']}: {reason['why']}")
         self.end = facts.get("end", self.end)
 
     def _add_streams(self, streams: Any) -> None:
@@ -136,15 +164,18 @@ class Writer:
                 location = self._locations.new(found["layer"], found["kind"], found["path"])
             shape, codec = tuple(found["shape"]), self._plan["compression"]
             stream = Stream(id=self._streams, location=location, **{**found, "shape": shape, "codec": codec})
-            self._streams += 1
             self._streams_file.write(stream.to_json() + "\n")
-            if self._store is not None:
-                try:
-                    self._store.add(stream)
-                except OSError as error:
-                    self._stop_tensors(STORE_FAILED, error)
+            self._add_to_store(stream)
         if streams:
             self._streams_file.flush()
+
+    def _add_to_store(self, stream: Stream, rows: int = 0) -> None:
+        self._streams += 1
+        if self._store is not None and stream.location is not None:
+            try:
+                self._store.add(stream, rows)
+            except OSError as error:
+                self._stop_tensors(STORE_FAILED, error)
 
     def _write_tensors(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Write the tensors of some parts; return the columns of their records.
@@ -237,10 +268,13 @@ class Writer:
     def _stop_tensors(self, why: int, reason: object) -> None:
         if not self._control.stop_tensors:
             self._control.stop_tensors = why
-            note = {"step": None, "layer": None, "note": f"from here on statistics only: {reason}"}
-            with contextlib.suppress(OSError):
-                self._notes_file.write(json.dumps(note) + "\n")
-                self._notes_file.flush()
+            self.note(f"from here on statistics only: {reason}")
+
+    def note(self, note: str) -> None:
+        """Write down what concerns all layers."""
+        with contextlib.suppress(OSError):
+            self._notes_file.write(json.dumps({"step": None, "layer": None, "note": note}) + "\n")
+            self._notes_file.flush()
 
     def begin(self) -> None:
         """Look at the limits before the first step."""
@@ -279,16 +313,31 @@ def main(memory_fd: int, socket_fd: int) -> int:
             stack.enter_context(locked(directory))
             if config["trace"] is not None:
                 _write_trace_file(directory.parent, config)
-            _write_model_file(directory, config["model"])
-            writer = Writer(directory, config["plan"], memory)
+            before = None
+            if "resume" in config:
+                before = Predecessor(directory, config["resume"], Control(memory).released)
+            else:
+                _write_model_file(directory, config["model"])
+            writer = Writer(directory, config["plan"], memory, before)
             writer.begin()
+            if before is not None:
+                writer.note(f"the writer process is gone ({config['resume']['why']}); another goes on from here")
         except Exception as error:
             connection.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
             return 1
         connection.sendall(b"{}\n")
         try:
+            held = None
+            if config["plan"]["flight"] is not None:
+                held = Held(directory, config["plan"], len(memory) - PAGE, writer, before)
             for messages in _Source(connection, training, len(memory)):
-                writer.take(messages)
+                if held is not None:
+                    held.take(messages)
+                    continue
+                needed = any("need" in facts for _, _, facts in messages)
+                writer.take(messages if before is None else before.only_new(messages), let_go=needed)
+            if held is not None:
+                held.finish()
         except OSError as error:
             Control(memory).failed = True
             writer.end = {"how": "failed", "detail": f"the trace could not be written: {error}", "books": {}}

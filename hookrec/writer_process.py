@@ -1,18 +1,25 @@
-"""How the writer process is started, asked whether it lives, and waited for."""
+"""How the writer process is started, asked whether it lives, waited for, and followed by another when it dies.
+
+A writer that was killed leaves whole commits, the training has kept what is not among them, and the tensors of that lie
+in the shared memory still. So another can go on where it stopped: `hookrec.resume`. One that has given up, since the
+disk is full, is not followed: the next would do no better.
+"""
 
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from hookrec.errors import AttachError
-from hookrec.ring import Ring
+from hookrec.errors import AttachError, warn
+from hookrec.ring import Ring, WriterGone
 
 _START_S = 120.0
+_END_FILE = "end.json"
 
 
 class WriterProcess:
@@ -21,13 +28,16 @@ class WriterProcess:
     Args:
         config: what the writer is told; see `writer.main`.
         ring_bytes: size of the shared memory.
+        restarts: how many times another is started when it dies.
 
     Raises:
         AttachError: it could not begin.
     """
 
-    def __init__(self, config: dict[str, Any], ring_bytes: int) -> None:
-        self.ring = Ring(ring_bytes, self.is_alive)
+    def __init__(self, config: dict[str, Any], ring_bytes: int, restarts: int = 0) -> None:
+        self.ring = Ring(ring_bytes, self.is_alive, self._succeed)
+        self._config = config
+        self._restarts = restarts
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes its last words there
         self._pid = os.getpid()
         try:
@@ -69,6 +79,30 @@ class WriterProcess:
             self._process.wait()
             raise AttachError(f"The writer process could not begin to record to {config['directory']}: {error}")
 
+    def _succeed(self) -> None:
+        """Start another writer in the place of one that is gone.
+
+        Raises:
+            WriterGone: there is to be no other, or it could not begin.
+        """
+        if self._process.poll() is None:
+            self._process.kill()  # it has closed its socket, so it is of no use
+        status = self._process.wait()
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else self.last_words()
+        if not self._restarts:
+            raise WriterGone(f"the writer process is gone: {how}")
+        self._restarts -= 1
+        self.ring.reconnect()
+        done = self.ring.acknowledged()
+        self._process = self._start()
+        try:
+            self._greet(
+                self._config | {"trace": None, "resume": {"rows": done.rows, "scalars": done.scalars, "why": how}}
+            )
+        except AttachError as error:
+            raise WriterGone(f"the writer process is gone ({how}), and another could not go on: {error}") from None
+        warn(f"the writer process is gone ({how}); another goes on in the same trace.")
+
     def is_alive(self) -> bool:
         """Whether the process runs."""
         return self._process.poll() is None
@@ -81,10 +115,17 @@ class WriterProcess:
 
     def wait(self) -> int:
         """Say goodbye, wait until the writer has sealed the trace, and return its exit status."""
-        self.ring.close()
+        self.ring.hang_up()
         status = self._process.wait()
+        sealed = Path(self._config["directory"], _END_FILE)
+        with contextlib.suppress(WriterGone):
+            while status < 0 and self._restarts and not sealed.exists():
+                self.ring.replace_writer()
+                self.ring.hang_up()
+                status = self._process.wait()
+        self.ring.close()
         self._words.close()
-        return status
+        return 0 if status < 0 and sealed.exists() else status
 
     def forget(self) -> None:
         """Let go of the process without a word, in a child that was forked from the training."""

@@ -78,6 +78,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "no tensor": trace.not_kept,
         "silent": [f"{layer or '(root)'}: {why}" for layer, why in trace.silent],
         "notes": [f"{note['layer'] or 'all layers'}: {note['note']}" for note in trace.notes],
+        "triggers": [_trigger(line) for line in trace.triggers],
         "cost": _cost(trace),
         "created": trace.identity["created"],
         "command": " ".join(provenance.get("command", ())),
@@ -88,6 +89,11 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
 
 def _reason(end: dict[str, Any]) -> str:
     return f" ({end['detail']})" if end.get("detail") else ""
+
+
+def _trigger(line: dict[str, Any]) -> str:
+    held = "no tensors were held" if line["first_step"] is None else f"tensors from step {line['first_step']} on"
+    return f"step {line['step']}, {line['by']}: {line['why']}{_reason(line)}, {held}"
 
 
 def _cost(trace: replay.Trace) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """The JSON files of a trace as their readers need them: what is no document of the format is named, never guessed.
 
-`trace.json` says what the trace is, `model.json` which modules there were, `end.json` how it ended; `notes.jsonl` and
-`scalars.jsonl` grow by a line at a time. Members that are not known are left alone: a later version may have them.
+`trace.json` says what the trace is, `model.json` which modules there were, `end.json` how it ended; `notes.jsonl`,
+`scalars.jsonl` and `triggers.jsonl` grow by a line at a time. Members that are not known are left alone: a later
+version may have them.
 """
 
 import json
@@ -17,6 +18,7 @@ from replay.format import (
     NOTES_FILE,
     SCALARS_FILE,
     TRACE_FILE,
+    TRIGGERS_FILE,
     VERSION,
     whole_lines,
 )
@@ -79,6 +81,13 @@ def read_end(rank_directory: Path) -> dict[str, Any] | None:
 def read_notes(rank_directory: Path) -> list[dict[str, Any]]:
     """Return what could not be recorded, and why."""
     return list(_lines(rank_directory / NOTES_FILE, note=str, layer=(str, type(None))))
+
+
+def read_triggers(rank_directory: Path) -> list[dict[str, Any]]:
+    """Return which triggers have fired, at which step and why."""
+    text_or_null, step_or_null = (str, type(None)), (int, type(None))
+    path = rank_directory / TRIGGERS_FILE
+    return list(_lines(path, step=int, by=str, why=str, detail=text_or_null, first_step=step_or_null))
 
 
 def read_scalars(rank_directory: Path, since: int | None = None) -> Iterator[tuple[int, float, str, float]]:

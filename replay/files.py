@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ class Files:
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
         self._fds: OrderedDict[tuple[Path, bool], int] = OrderedDict()
+        self._most = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def write(self, path: Path, parts: Sequence[memoryview], offset: int, *, direct: bool) -> None:
         """Write parts one behind the other, at most `VECTOR` of them.
@@ -98,7 +100,7 @@ class Files:
         if fd is not None:
             self._fds.move_to_end(key)
             return fd
-        if len(self._fds) >= _OPEN_FILES:
+        if len(self._fds) >= self._most:
             _close(self._fds.popitem(last=False)[1])
         try:
             fd = os.open(path, self._flags | (os.O_DIRECT if direct else 0), 0o666)

@@ -27,6 +27,7 @@ MODEL_FILE = "model.json"
 STREAMS_FILE = "streams.jsonl"
 SCALARS_FILE = "scalars.jsonl"
 NOTES_FILE = "notes.jsonl"
+TRIGGERS_FILE = "triggers.jsonl"
 LOCK_FILE = "writer.lock"
 END_FILE = "end.json"
 DROPPED_FILE = "tensors-dropped.json"
@@ -42,11 +43,13 @@ STATISTICS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero", "min", "max", 
 KEPT = 0
 WHY_NOT_KEPT = {
     1: "statistics only, as the plan says",
-    2: 'dropped: the ring was full (when_full="skip")',
+    2: "dropped: the ring was full",
     3: "dropped: larger than the ring",
     4: "dropped: the limit on bytes or free space was reached",
     5: "dropped: the store could not be written",
     6: "its dtype or layout cannot be stored",
+    7: "flight mode: no trigger",
+    8: "lost: the writer process died before the commit",
 }
 
 RECORD_SCHEMA = pa.schema(

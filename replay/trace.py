@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
-from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars
+from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Names, Steps, globs_of, matches, steps_condition
@@ -141,6 +141,11 @@ class Trace:
     def notes(self) -> list[dict[str, Any]]:
         """What could not be recorded, and why."""
         return [note for rank in self._ranks.values() for note in read_notes(rank.directory)]
+
+    @property
+    def triggers(self) -> list[dict[str, Any]]:
+        """Which triggers of flight mode have fired: rank, step, by, why, detail and first_step."""
+        return [{"rank": n, **line} for n, rank in self._ranks.items() for line in read_triggers(rank.directory)]
 
     @property
     def directories(self) -> dict[int, Path]:

@@ -1,8 +1,10 @@
 """What goes wrong around a recording costs at most the recording, and never a committed step or a wrong value."""
 
 import mmap
+import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -143,7 +145,7 @@ def test_a_file_that_cannot_grow_ends_the_recording_and_not_the_training(tmp_pat
 @pytest.mark.parametrize("store", ["zarr", "hdf5"])
 def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_path, store):
     model = net()
-    recorder = hookrec.attach(model, tmp_path / "a", store=store, keep_free=0)
+    recorder = hookrec.attach(model, tmp_path / "a", store=store, keep_free=0, restart=0)
     for _ in range(5):
         train(model, 1)
         time.sleep(0.2)  # steps that come together are committed together
@@ -303,3 +305,69 @@ def test_after_detach_no_thread_process_or_open_file_is_left(tmp_path):
             train(model, 2)
 
     assert left() == before
+
+
+def _with_few_files(path: Path) -> None:
+    """Train 40 layers under `ulimit -n 64`; called in a process of its own."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    with hookrec.attach(model, path, keep_free=0):
+        train(model, 20)
+
+
+def test_few_open_files_are_enough(tmp_path):
+    process = multiprocessing.get_context("spawn").Process(target=_with_few_files, args=(tmp_path / "a",))
+    process.start()
+    process.join()
+
+    trace = replay.open(tmp_path / "a")
+    assert (process.exitcode, trace.status) == (0, "sealed")
+    assert trace.count == 20 * 80
+    assert not trace.not_kept
+
+
+def test_a_folder_that_is_removed_ends_at_most_the_recording(tmp_path):
+    bare = train(net(), 300)
+    model = net()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        recorder = hookrec.attach(model, tmp_path / "a", keep_free=0)
+        train(net(), 20)
+        shutil.rmtree(tmp_path / "a")
+        losses = train(model, 300)
+        recorder.detach()
+
+    assert losses == bare
+    assert 1 <= len(warned) <= 2
+    assert "hookrec" in str(warned[0].message)
+
+
+def test_two_processes_cannot_write_one_trace(tmp_path):
+    code = "import sys, hookrec; from torch import nn; hookrec.attach(nn.Linear(1, 1), sys.argv[1])"
+    model = net()
+    with hookrec.attach(model, tmp_path / "a", keep_free=0):
+        second = subprocess.run([sys.executable, "-c", code, tmp_path / "a"], capture_output=True, text=True)
+        train(model, 3)
+
+    assert "holds a trace already" in second.stderr
+    assert replay.open(tmp_path / "a").steps == [0, 1, 2]
+
+
+def test_a_place_where_nothing_can_be_written_is_refused():
+    with pytest.raises(hookrec.AttachError, match="cannot be made"):
+        hookrec.attach(net(), "/proc/nothing/here")
+
+
+def test_a_writer_that_stands_still_makes_the_training_wait_and_loses_nothing(tmp_path):
+    model = net(512)
+    with hookrec.attach(model, tmp_path / "a", ring="1MiB", keep_free=0) as recorder:
+        writer_of(recorder).send_signal(signal.SIGSTOP)
+        timer = threading.Timer(1, writer_of(recorder).send_signal, [signal.SIGCONT])
+        timer.start()
+        train(model, 30, 512)
+        timer.join()
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.count == 30 * 6
+    assert not trace.not_kept

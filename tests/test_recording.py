@@ -205,7 +205,7 @@ def test_a_step_larger_than_the_ring_is_recorded_in_parts(tmp_path):
 def test_the_death_of_the_writer_does_not_end_the_training(tmp_path):
     model = convolutional()
     bare = train(convolutional(), SAMPLES[convolutional], 4)
-    rec = hookrec.attach(model, tmp_path / "a", keep_free=0)
+    rec = hookrec.attach(model, tmp_path / "a", keep_free=0, restart=0)
     os.kill(rec._recording._writer._process.pid, signal.SIGKILL)
     rec._recording._writer._process.wait()
 

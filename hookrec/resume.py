@@ -1,0 +1,100 @@
+"""What a writer that was killed has left, and what of it the training sends again although it is there already.
+
+A commit and its acknowledgement are two writes, and a writer may be killed between them. So the training may send again
+what was committed. To recognise it no mark is needed: each row that was sent is one row of the log, in the same order,
+so to count both is enough; and the same holds for the lines of `scalars.jsonl`. Streams and notes are never sent twice
+but for this reason, so they are known by what they say.
+
+The tensors of what is sent again lie in the ring, unless that was too small to keep the step until its commit.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hookrec.ring import KEPT, LOST
+from replay import format as trace_format
+from replay.format import Stream, whole_lines
+from replay.log import Log
+from replay.seal import read_streams
+
+Message = tuple[int, NDArray[Any], dict[str, Any]]
+"""Position in the ring after it, rows, facts."""
+
+StreamKey = tuple[str, str, str, str, tuple[int, ...]]
+
+
+class Predecessor:
+    """What the writer before has left. Made before the log is opened for writing.
+
+    Args:
+        directory: the rank's directory; torn last lines are cut off its files.
+        acknowledged: how many rows and lines of scalars the training knows to be committed.
+        released: position up to which the ring was given back.
+
+    Attributes:
+        streams: the streams in the table.
+        rows: of each of them, how many rows are committed.
+        nbytes: bytes of the tensors that are committed.
+        steps: steps that are committed, sorted.
+    """
+
+    def __init__(self, directory: Path, acknowledged: dict[str, int], released: int) -> None:
+        for name in (trace_format.STREAMS_FILE, trace_format.SCALARS_FILE, trace_format.NOTES_FILE):
+            _cut_torn_line(directory / name)
+        self.streams = read_streams(directory)
+        self._known = {key_of(stream) for stream in self.streams}
+        log = Log(directory).refresh().table(["step", "stream", "row", "nbytes"])
+        self.steps: list[int] = np.unique(log["step"].to_numpy()).tolist()
+        self.nbytes = int(log["nbytes"].to_numpy().sum())
+        rows = np.full(len(self.streams), -1, np.int64)
+        np.maximum.at(rows, log["stream"].to_numpy(), log["row"].to_numpy())
+        self.rows: list[int] = (rows + 1).tolist()
+        scalars = whole_lines(directory / trace_format.SCALARS_FILE)[0]
+        notes = map(json.loads, whole_lines(directory / trace_format.NOTES_FILE)[0])
+        self._notes = {(note["layer"], note["note"]) for note in notes}
+        self._rows_again = len(log) - acknowledged["rows"]
+        self._scalars_again = len(scalars) - acknowledged["scalars"]
+        self._released = released
+
+    def only_new(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages without what is in the files already; tensors in memory that was given back are lost."""
+        return [
+            (position, self._new_rows(position, rows), self._new_facts(facts)) for position, rows, facts in messages
+        ]
+
+    def _new_rows(self, position: int, rows: NDArray[Any]) -> NDArray[Any]:
+        again = min(self._rows_again, len(rows))
+        self._rows_again -= again
+        rows = rows[again:]
+        if position <= self._released:
+            rows["kept"][(rows["kept"] == KEPT) & (rows["nbytes"] > 0)] = LOST
+        return rows
+
+    def _new_facts(self, facts: dict[str, Any]) -> dict[str, Any]:
+        facts = dict(facts)
+        if "streams" in facts:
+            facts["streams"] = [found for found in facts["streams"] if key_of(found) not in self._known]
+        if "notes" in facts:
+            facts["notes"] = [note for note in facts["notes"] if (note["layer"], note["note"]) not in self._notes]
+        if "scalars" in facts:
+            again = min(self._scalars_again, len(facts["scalars"]))
+            self._scalars_again -= again
+            facts["scalars"] = facts["scalars"][again:]
+        return facts
+
+
+def key_of(stream: Stream | dict[str, Any]) -> StreamKey:
+    """Return what tells a stream from the others."""
+    found = vars(stream) if isinstance(stream, Stream) else stream
+    return found["layer"], found["kind"], found["path"], found["dtype"], tuple(found["shape"])
+
+
+def _cut_torn_line(path: Path) -> None:
+    if path.exists():
+        os.truncate(path, whole_lines(path)[1])
