@@ -4,6 +4,7 @@ A picture that hides something says so in a note. Too many layers are thinned ou
 share a point show the one farthest from 0; and what is NaN or infinite is a mark of its own.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,11 +24,13 @@ COLUMNS = 600
 PANELS = 36
 """The most images of one tensor."""
 PIXELS = 512
-"""The most rows and columns of an image."""
+"""The most rows and columns of an image, where there are no more than four."""
 BINS = 80
 HISTOGRAMS = 200
 """The most steps of a histogram, each of which reads a tensor."""
 
+_LONG = 44
+"""The most characters of a name beside a line."""
 _BROKEN_ROW = "NaN, inf"
 
 
@@ -41,6 +44,7 @@ class Panel:
         broken: likewise: whether there is NaN or infinity.
         rows: a name a row, row 0 on top.
         columns: a number a column.
+        whole: the names of rows in full, where `rows` has them shortened.
     """
 
     name: str
@@ -48,6 +52,28 @@ class Panel:
     broken: Bools
     rows: Sequence[str]
     columns: Sequence[int]
+    whole: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which numbers a dtype can hold, and what a tensor would lose in it.
+
+    Attributes:
+        name: the dtype.
+        subnormal: the exponent of its smallest positive number.
+        normal: the exponents of its smallest and its largest number of full precision.
+        lost: the share of elements, neither 0 nor NaN nor infinite, that it would turn into 0.
+        coarse: likewise: into subnormal numbers, which have fewer digits.
+        over: likewise: into infinity, or NaN where the dtype has no infinity.
+    """
+
+    name: str
+    subnormal: int
+    normal: tuple[int, int]
+    lost: float
+    coarse: float
+    over: float
 
 
 @dataclass(frozen=True)
@@ -55,23 +81,33 @@ class Chart:
     """A picture.
 
     Attributes:
-        form: "grid" has a panel below the other, each with a scale of its own; "tiles" are images side by side with
-            one scale.
+        form: "lines" and "grid" have a panel below the other, each with a scale of its own, and rows as lines or as
+            colours; "tiles" are images side by side with one scale; "bars" is one panel of one row.
         label: what the values are.
         axes: what columns and rows are.
         logarithmic: whether the scale of the values is.
+        reaches: dtypes to compare bars of exponents with.
     """
 
-    form: Literal["grid", "tiles"]
+    form: Literal["lines", "grid", "tiles", "bars"]
     title: str
     label: str
     axes: tuple[str, str]
     logarithmic: bool
     panels: tuple[Panel, ...]
     notes: tuple[str, ...]
+    reaches: tuple[Reach, ...] = ()
 
 
-def statistic(trace: Trace, stat: str, layers: Names, kinds: Names, where: str | None, limit: int) -> Chart:
+def statistic(
+    trace: Trace,
+    stat: str,
+    layers: Names,
+    kinds: Names,
+    where: str | None,
+    limit: int,
+    form: Literal["lines", "grid"] = "lines",
+) -> Chart:
     """Return a statistic over the steps: a panel a kind, a row a place.
 
     Args:
@@ -81,6 +117,7 @@ def statistic(trace: Trace, stat: str, layers: Names, kinds: Names, where: str |
         kinds: likewise.
         where: likewise.
         limit: how many rows a panel may have.
+        form: whether a row is a line, or a row of a heat map.
 
     Raises:
         BadQuery: a name or a condition that cannot be understood.
@@ -107,10 +144,14 @@ def statistic(trace: Trace, stat: str, layers: Names, kinds: Names, where: str |
             notes[f"Each point of {kind} is the one farthest from 0 of {width} steps."] = None
         if stat in LOGARITHMIC and (values == 0).any():
             notes["0 is drawn below the smallest value."] = None
-        names = [_row_name(line, with_rank=several_ranks) for line in shown]
-        panels.append(Panel(kind, values, broken, names, columns.tolist()))
-    title = f"{stat}, {printable(trace.path.name)}"
-    return Chart("grid", title, stat, ("step", "layer"), stat in LOGARITHMIC, tuple(panels), tuple(notes))
+        whole = [_name(line, with_rank=several_ranks) for line in shown]
+        if shortened(whole) != whole:
+            notes["Names are shortened; `replay ls` prints them whole."] = None
+        first = [f"  × {line.steps[line.broken][0]}" if line.broken.any() else "" for line in shown]
+        rows = [name + mark for name, mark in zip(shortened(whole), first, strict=True)]
+        panels.append(Panel(kind, values, broken, rows, columns.tolist(), whole))
+    title = f"{stat} over the steps, {printable(trace.path.name)}"
+    return Chart(form, title, stat, ("step", "layer"), stat in LOGARITHMIC, tuple(panels), tuple(notes))
 
 
 def _chosen(lines: list[Timeline], limit: int) -> list[Timeline]:
@@ -125,18 +166,45 @@ def _chosen(lines: list[Timeline], limit: int) -> list[Timeline]:
     return [lines[n] for n in sorted(kept)]
 
 
-def _row_name(line: Timeline, *, with_rank: bool) -> str:
-    """Return the name of a line, with the first step that is broken: of a hundred lines one sees no mark's owner."""
-    name = short(line.layer) + (f" ({short(line.path)})" if line.path else "")
-    if with_rank:
-        name = f"rank {line.rank}: {name}"
-    return f"{name}  × {line.steps[line.broken][0]}" if line.broken.any() else name
+def _name(line: Timeline, *, with_rank: bool) -> str:
+    path = f" ({printable(line.path)})" if line.path else ""
+    return (f"rank {line.rank}: " if with_rank else "") + (printable(line.layer) or "(root)") + path
 
 
-def short(name: str, most: int = 44) -> str:
-    """Return a name as it is written beside a line: printable, its middle left out if it is long."""
-    text = printable(name) or "(root)"
-    return text if len(text) <= most else f"{text[: most // 2]}…{text[1 - most // 2 :]}"
+def shortened(names: Sequence[str]) -> list[str]:
+    """Return names as they are written beside lines, by what tells them apart.
+
+    If one is long, what all begin and end with goes first, in whole parts of qualified names. Of each that is long
+    still the end stays, which says most of a layer; or both ends where the ends are the same. Names that were different
+    stay so: if need be they are numbered.
+    """
+    short = list(names)
+    for way in (1, -1):  # beginnings, then ends, which are the beginnings of names read backwards
+        if max(map(len, short), default=0) > _LONG and len(set(short)) > 1:
+            turned = [name[::way] for name in short]
+            least, most = min(turned), max(turned)  # what these two begin with, all do
+            same = next((n for n, (a, b) in enumerate(zip(least, most, strict=False)) if a != b), len(least))
+            common = least[: least.rfind(".", 0, same) + 1]
+            if common:
+                short = [f"…{name.removeprefix(common)}"[::way] for name in turned]
+    for cut in (_end, _ends):
+        found = [cut(name) for name in short]
+        if len(set(found)) == len(set(names)):
+            return found
+    return [f"{n} {name}" for n, name in enumerate(found)]
+
+
+def title_name(layer: str) -> str:
+    """Return the name of a layer as a title has it."""
+    return _ends(printable(layer) or "(root)")
+
+
+def _end(name: str) -> str:
+    return name if len(name) <= _LONG else f"…{name[1 - _LONG :]}"
+
+
+def _ends(name: str) -> str:
+    return name if len(name) <= _LONG else f"{name[: _LONG // 2]}…{name[1 - _LONG // 2 :]}"
 
 
 def _evenly(count: int, most: int) -> list[int]:
@@ -169,25 +237,25 @@ def histogram(trace: Trace, layer: str, kind: str, *, call: int = 0, path: str =
         steps = [steps[n] for n in _evenly(len(steps), HISTOGRAMS)]
 
     def elements(step: int) -> Floats:
-        return _real(trace.tensor(step, layer, kind, **key)).ravel()
+        return real(trace.tensor(step, layer, kind, **key)).ravel()
 
     # Each tensor is read twice, so that memory holds one at a time.
-    ends = np.array([(part.min(), part.max()) for part in map(_finite, map(elements, steps)) if len(part)])
+    ends = np.array([(part.min(), part.max()) for part in map(finite, map(elements, steps)) if len(part)])
     edges = _edges(float(ends.min()), float(ends.max())) if len(ends) else _edges(0.0, 1.0)
     values = np.full((BINS, len(steps)), np.nan)
     broken = np.zeros(len(steps), bool)
     for column, tensor in enumerate(map(elements, steps)):
-        finite = _finite(tensor)
-        broken[column] = len(finite) < len(tensor)
-        counts = np.histogram(finite, edges)[0][::-1]
-        values[:, column] = np.where(counts, counts / max(1, len(finite)), np.nan)
+        known = finite(tensor)
+        broken[column] = len(known) < len(tensor)
+        counts = np.histogram(known, edges)[0][::-1]
+        values[:, column] = np.where(counts, counts / max(1, len(known)), np.nan)
     rows = [f"{value:.3g}" for value in (edges[:-1] / 2 + edges[1:] / 2)[::-1]]
     marks = np.zeros(values.shape, bool)
     if broken.any():  # a row of their own, since they are in no bin
         values = np.vstack([np.full(len(steps), np.nan), values])
         marks = np.vstack([broken, marks])
         rows = [_BROKEN_ROW, *rows]
-    title = f"{kind} of {short(layer)}, {printable(trace.path.name)}"
+    title = f"{kind} of {title_name(layer)}, {printable(trace.path.name)}"
     panel = Panel("", values, marks, rows, steps)
     return Chart("grid", title, "share of elements", ("step", "value"), True, (panel,), tuple(notes))
 
@@ -200,11 +268,13 @@ def _edges(low: float, high: float) -> Floats:
     return np.linspace(low / 2, high / 2, BINS + 1) * 2
 
 
-def _finite(values: Floats) -> Floats:
+def finite(values: Floats) -> Floats:
+    """Return the elements that are neither NaN nor infinite."""
     return values[np.isfinite(values)]
 
 
-def _real(tensor: NDArray[Any]) -> Floats:
+def real(tensor: NDArray[Any]) -> Floats:
+    """Return a tensor as real numbers: of complex ones the absolute values."""
     return np.abs(tensor).astype(np.float64) if tensor.dtype.kind == "c" else tensor.astype(np.float64)
 
 
@@ -230,7 +300,7 @@ def images(
         NotRecorded: it is not there.
         StepNotCommitted: the step is not there.
     """
-    tensor = _real(trace.tensor(step, layer, kind, call=call, path=path, rank=rank))
+    tensor = real(trace.tensor(step, layer, kind, call=call, path=path, rank=rank))
     shape, what = tensor.shape, f"The {kind} of layer {layer!r} at step {step} has shape {tensor.shape}"
     notes = []
     if not tensor.size:
@@ -247,7 +317,8 @@ def images(
     if len(stack) > PANELS:
         notes.append(f"The first {PANELS} of {len(stack)} images are drawn.")
         stack = stack[:PANELS]
-    height, width = (-(-n // PIXELS) for n in stack.shape[1:])
+    most = min(PIXELS, 2 * PIXELS // math.ceil(math.sqrt(len(stack))))
+    height, width = (-(-n // most) for n in stack.shape[1:])
     if height > 1 or width > 1:
         notes.append(f"A point is the one farthest from 0 of {height} × {width} elements.")
     panels = []
@@ -256,7 +327,7 @@ def images(
         rows, columns = (range(0, n, by) for n, by in zip(image.shape, (height, width), strict=True))
         panels.append(Panel(str(number) if len(stack) > 1 else "", values, broken, list(map(str, rows)), columns))
     shown = "×".join(map(str, shape)) or "scalar"
-    title = f"{kind} of {short(layer)} at step {step}, {shown}, {printable(trace.path.name)}"
+    title = f"{kind} of {title_name(layer)} at step {step}, {shown}, {printable(trace.path.name)}"
     return Chart("tiles", title, "value", ("", ""), False, tuple(panels), tuple(notes))
 
 

@@ -1,14 +1,11 @@
 """How matplotlib draws a chart: sizes, colours, marks.
 
-The ground is white and opaque, so that a picture reads the same on a dark page. Colours are those of Okabe and Ito, or
-maps that rise evenly in lightness, so that they can be told apart by the colour-blind and in print; black is what is
-NaN or infinite, and in no map. Nothing of pyplot is used, nor any setting of matplotlib changed: a notebook that draws
-as well is not disturbed.
+The ground is white and opaque, so that a picture reads the same on a dark page. Nothing of pyplot is used, nor any
+setting of matplotlib changed: a notebook that draws as well is not disturbed.
 """
 
 import textwrap
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,18 +13,14 @@ import numpy as np
 
 from replay.charts import Chart, Panel
 from replay.errors import MissingPackage
+from replay.exponents import shown, verdict
+from replay.scales import BROKEN, NOTHING, PALETTE, caption_of, fitted
 from replay.series import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_SMALLEST, _LARGEST = 1e-150, 1e150
-"""Past these, values are drawn at the edge of the scale; the smallest is of logarithmic scales only."""
-
-_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#7f4f24")
-_BROKEN = "black"
-_NOTHING = "#e6e6e6"
 _SMALL = 7
 _HIGHEST = 30.0
 """Inches of a figure."""
@@ -49,9 +42,14 @@ def save(figure: "Figure", path: Path, file_format: str) -> None:
         figure.savefig(path, format=file_format, dpi=150, metadata=metadata)
 
 
+def draw(chart: Chart) -> "Figure":
+    """Draw a chart in its form."""
+    return {"lines": draw_lines, "bars": draw_bars}.get(chart.form, draw_images)(chart)
+
+
 def draw_lines(chart: Chart) -> "Figure":
     """Draw the rows of each panel as lines over its columns."""
-    figure = _figure(chart, [max(2.4, 0.9 + 0.16 * len(panel.rows)) for panel in chart.panels], "× is")
+    figure = _figure(chart, [max(2.4, 0.9 + 0.16 * len(panel.rows)) for panel in chart.panels])
     for axes, panel in zip(_axes(figure, len(chart.panels)), chart.panels, strict=True):
         _draw_lines(axes, panel, chart)
         axes.set_title(_plain(panel.name), fontsize=9, loc="left")
@@ -63,7 +61,7 @@ def draw_lines(chart: Chart) -> "Figure":
 def _draw_lines(axes: "Axes", panel: Panel, chart: Chart) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    values, steps = _fitted(panel.values, logarithmic=chart.logarithmic), np.asarray(panel.columns)
+    values, steps = fitted(panel.values, logarithmic=chart.logarithmic), np.asarray(panel.columns)
     colours = _line_colours(len(panel.rows))
     handles = []
     for row, colour in zip(values, colours, strict=True):
@@ -72,15 +70,15 @@ def _draw_lines(axes: "Axes", panel: Panel, chart: Chart) -> None:
         handles += axes.plot(steps[known], row[known], color=colour, lw=1.2, marker="." if sparse else None, ms=4)
     where_finite = panel.broken & np.isfinite(values)
     rows, columns = np.nonzero(where_finite)
-    axes.plot(steps[columns], values[rows, columns], "x", color=_BROKEN, ms=6, zorder=3)
+    axes.plot(steps[columns], values[rows, columns], "x", color=BROKEN, ms=6, zorder=3)
     columns = np.flatnonzero((panel.broken & ~where_finite).any(axis=0))
     if len(columns):  # nothing is finite there: at the upper edge
         edge, top = axes.get_xaxis_transform(), np.ones(len(columns))
-        axes.plot(steps[columns], top, "x", color=_BROKEN, ms=6, zorder=3, transform=edge, clip_on=False)
+        axes.plot(steps[columns], top, "x", color=BROKEN, ms=6, zorder=3, transform=edge, clip_on=False)
     if chart.logarithmic and np.isfinite(values).any():
         axes.set_yscale("log")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(color=_NOTHING, lw=0.6)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(color=NOTHING, lw=0.6)
     # Legends leave out what begins with "_", so the names are put in afterwards.
     legend = axes.legend(
         handles, ["name"] * len(handles), fontsize=_SMALL, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0)
@@ -91,9 +89,32 @@ def _draw_lines(axes: "Axes", panel: Panel, chart: Chart) -> None:
 
 def _line_colours(count: int) -> list[Any]:
     """Return colours for lines: those of a palette while they are few, else from the first layer to the last."""
-    if count <= len(_PALETTE):
-        return list(_PALETTE[:count])
+    if count <= len(PALETTE):
+        return list(PALETTE[:count])
     return list(_map("viridis", 0.0, 0.85)(np.linspace(0, 1, count)))
+
+
+def draw_bars(chart: Chart) -> "Figure":
+    """Draw a bar an exponent, and below them the range of each dtype."""
+    figure = _figure(chart, [3.4, 0.5 + 0.34 * len(chart.reaches)])
+    bars, ranges = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3.4, 0.34 * len(chart.reaches)]})
+    (panel,) = chart.panels
+    bars.bar(panel.columns, panel.values[0], width=0.9, color=PALETTE[0])
+    bars.set_ylabel(chart.label)
+    bars.grid(axis="y", color=NOTHING, lw=0.6)
+    bars.set_axisbelow(True)
+    low, high = shown(chart)
+    for row, reach in enumerate(chart.reaches):
+        first, last = reach.normal
+        # An exponent stands for the numbers up to the next: its bar is as wide as that above.
+        ranges.barh(row, first - reach.subnormal, left=reach.subnormal - 0.5, color="#a6cee3", height=0.6)
+        ranges.barh(row, last + 1 - first, left=first - 0.5, color=PALETTE[2], height=0.6)
+        ranges.text(1.01, row, verdict(reach), fontsize=_SMALL, va="center", transform=ranges.get_yaxis_transform())
+    ranges.set_yticks(range(len(chart.reaches)), [reach.name for reach in chart.reaches], fontsize=_SMALL)
+    ranges.set_ylim(len(chart.reaches) - 0.4, -0.6)
+    ranges.set_xlim(low - 0.5, high + 0.5)
+    ranges.set_xlabel("exponent e: 2^e ≤ |x| < 2^(e+1). Green is of full precision, light blue subnormal.", fontsize=8)
+    return figure
 
 
 def draw_images(chart: Chart) -> "Figure":
@@ -102,12 +123,11 @@ def draw_images(chart: Chart) -> "Figure":
     across = int(np.ceil(np.sqrt(len(chart.panels)))) if tiles else 1
     down = -(-len(chart.panels) // across)
     if tiles:
-        heights = [max(2.0, 5.0 / across)] * down
+        heights = [max(1.6, 5.0 / across)] * down
     else:
         highest = 12.0 if chart.axes[1] == "layer" else 4.5
         heights = [max(1.8, min(0.6 + 0.14 * len(panel.rows), highest)) for panel in chart.panels]
-    nothing = [] if tiles else [f"Grey is no {'record' if chart.axes[1] == 'layer' else 'element'}."]
-    figure = _figure(chart, heights, "Black is", nothing)
+    figure = _figure(chart, heights)
     every = _axes(figure, down, across)
     shared = np.concatenate([panel.values.ravel() for panel in chart.panels]) if tiles else None
     image = None
@@ -128,15 +148,15 @@ def draw_images(chart: Chart) -> "Figure":
 def _draw_image(axes: "Axes", panel: Panel, chart: Chart, scale: Floats) -> Any:
     from matplotlib.colors import ListedColormap
 
-    values = _fitted(panel.values, logarithmic=chart.logarithmic)
+    values = fitted(panel.values, logarithmic=chart.logarithmic)
     norm, colours = _scale(scale, logarithmic=chart.logarithmic)
     aspect: Literal["equal", "auto"] = (
         "equal" if chart.form == "tiles" and 0.2 < values.shape[0] / values.shape[1] < 5 else "auto"
     )
     image = axes.imshow(values, norm=norm, cmap=colours, aspect=aspect, interpolation="nearest")
-    axes.set_facecolor(_NOTHING)
+    axes.set_facecolor(NOTHING)
     marks = np.ma.masked_where(~panel.broken, panel.broken.astype(float))
-    axes.imshow(marks, cmap=ListedColormap([_BROKEN]), aspect=aspect, interpolation="nearest", vmin=0, vmax=1)
+    axes.imshow(marks, cmap=ListedColormap([BROKEN]), aspect=aspect, interpolation="nearest", vmin=0, vmax=1)
     _name_ticks(axes.xaxis, [str(column) for column in panel.columns], 8 if chart.form == "grid" else 3)
     named = 200 if chart.axes[1] == "layer" else 12 if chart.form == "grid" else 3
     _name_ticks(axes.yaxis, [_plain(row) for row in panel.rows], named)
@@ -147,7 +167,7 @@ def _scale(values: Floats, *, logarithmic: bool) -> tuple[Any, Any]:
     """Return a norm and a map of colours: about 0 where there are both signs."""
     from matplotlib.colors import LogNorm, Normalize
 
-    values = _fitted(values, logarithmic=logarithmic)
+    values = fitted(values, logarithmic=logarithmic)
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (1.0, 1.0)
     if logarithmic:
@@ -158,30 +178,12 @@ def _scale(values: Floats, *, logarithmic: bool) -> tuple[Any, Any]:
     return Normalize(low, high if low < high else low + max(1.0, abs(low) / 1000)), _map("viridis", 0.2, 1.0)
 
 
-def _fitted(values: Floats, *, logarithmic: bool) -> Floats:
-    """Return values that matplotlib can draw: past the limits its arithmetic overflows.
-
-    On a logarithmic scale 0 is half of the smallest that is positive, and NaN if there is none.
-    """
-    values = np.where(np.isfinite(values), np.clip(values, -_LARGEST, _LARGEST), np.nan)
-    if not logarithmic:
-        return values
-    values = np.where(values > 0, np.maximum(values, _SMALLEST), values)
-    positive = values[values > 0]
-    return np.where(values > 0, values, np.where(values == 0, positive.min() / 2 if len(positive) else np.nan, np.nan))
-
-
-def _past_limits(values: Floats, *, logarithmic: bool) -> bool:
-    small = (values > 0) & (values < _SMALLEST) & logarithmic
-    return bool(np.any(small | (np.abs(values) > _LARGEST)))
-
-
 def _map(name: str, begin: float, end: float) -> Any:
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list(name, colormaps[name](np.linspace(begin, end, 256))).with_extremes(
-        bad=_NOTHING
+        bad=NOTHING
     )
 
 
@@ -190,18 +192,11 @@ def _name_ticks(axis: Any, names: list[str], most: int) -> None:
     axis.set_ticks(places, [names[place] for place in places], fontsize=_SMALL)
 
 
-def _figure(chart: Chart, heights: list[float], mark: str, more: Sequence[str] = ()) -> "Figure":
+def _figure(chart: Chart, heights: list[float]) -> "Figure":
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    notes = [*chart.notes, *more]
-    if any(_past_limits(panel.values, logarithmic=chart.logarithmic) for panel in chart.panels):
-        low = f"{_SMALLEST:g}" if chart.logarithmic else f"{-_LARGEST:g}"
-        notes.append(f"What is past {low} and {_LARGEST:g} is drawn there.")
-    if any(panel.broken.any() for panel in chart.panels):
-        first = "; beside a name, × is the first such step" if chart.axes[1] == "layer" else ""
-        notes.append(f"{mark} NaN or infinity among the elements{first}.")
-    caption = textwrap.wrap(" ".join(notes), 130)
+    caption = textwrap.wrap(" ".join(caption_of(chart)), 130)
     size = 9.0, min(_HIGHEST, sum(heights) + 0.6 + 0.15 * len(caption))
     figure = Figure(size, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)

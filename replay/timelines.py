@@ -24,7 +24,8 @@ LOGARITHMIC = ("absmax", "std", "l2")
 """The statistics that are never negative and go over decades."""
 
 _COUNTS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero")
-_PLACE = ("rank", "layer", "kind", "path")
+PLACE = ("rank", "layer", "kind", "path")
+"""What tells timelines apart."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def timelines(
     if stat not in _COUNTS:  # of no element, l2 is 0: a curve would fall where it ends
         value = np.where((count > 0) & (count >= found["numel"].to_numpy()), np.nan, value)
     order = {name: n for n, name in enumerate(trace.layers)}
-    places = [_codes(found[name]) for name in _PLACE]
+    places = [_codes(found[name]) for name in PLACE]
     lines = []
     for at in _groups([codes for codes, _ in places]):
         rank, layer, kind, path = (names[codes[at[0]]] for codes, names in places)

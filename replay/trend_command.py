@@ -4,17 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 import replay
 from replay.catalog import printable
 from replay.command_line import filter_options, json_option, limit_option, print_json, print_rows, trace_argument
 from replay.format import STATISTICS
-from replay.series import Bools, Floats
+from replay.sparklines import sparkline
 from replay.timelines import LOGARITHMIC, Timeline, gridded, timelines
 
-_LEVELS = "▁▂▃▄▅▆▇█"
-_BROKEN = "×"
 _WIDTH = 40
 
 
@@ -35,9 +32,10 @@ def trend(
 ) -> None:
     """Print how a statistic of each layer and kind went over the steps, as a small curve a line.
 
-    A curve goes from the smallest value of its line to the largest; those of absmax, std and l2 are logarithmic. A
-    character stands for one step or several, of which it shows the value farthest from 0; × stands for NaN or infinity
-    among the elements, and a blank for no record. With --json: all steps and values.
+    A curve goes from the smallest value of its line to the largest. Those of absmax, std and l2 are logarithmic, and
+    their height is a factor of 2 at least, so that a norm that hardly changes is level. A character stands for one
+    step or several, of which it shows the value farthest from 0; × stands for NaN or infinity among the elements, and
+    a blank for no record. With --json: all steps and values.
 
     Ends with 0, and with 1 where no record is so or the trace cannot be read.
     """
@@ -59,34 +57,6 @@ def trend(
             click.echo(f"A character stands for {width} steps.", err=True)
     if len(lines) > limit:
         click.echo(f"{len(lines) - limit:,} more; --limit shows them.", err=True)
-
-
-def sparkline(values: Floats, broken: Bools, *, logarithmic: bool) -> str:
-    """Return a curve of one character a value: a blank for NaN, × where something is broken.
-
-    Args:
-        values: shape `(columns,)`.
-        broken: likewise.
-        logarithmic: whether equal ratios are equal heights. 0 is then as low as the smallest positive value.
-    """
-    if logarithmic:
-        positive = values > 0
-        smallest = values[positive].min() if positive.any() else 1.0
-        values = np.log(np.where(values < smallest, smallest, values))
-    known = values[np.isfinite(values)]
-    low, high = (known.min(), known.max()) if len(known) else (0.0, 0.0)
-    # Halves, since the difference of two large numbers may be infinite. An infinite value is as high as the rest.
-    span = high / 2 - low / 2
-    heights = np.clip((values / 2 - low / 2) / span, 0, 1) if span > 0 else np.where(np.isnan(values), np.nan, 0.5)
-    curve = ""
-    for height, mark in zip(heights, broken, strict=True):
-        if mark:
-            curve += _BROKEN
-        elif np.isnan(height):
-            curve += " "
-        else:
-            curve += _LEVELS[min(int(height * len(_LEVELS)), len(_LEVELS) - 1)]
-    return curve
 
 
 def _facts(line: Timeline) -> dict[str, Any]:

@@ -91,6 +91,31 @@ def test_where_all_layers_broke_no_more_than_the_limit_are_drawn(tmp_path):
     assert chart.panels[0].rows == ["l0  × 0", "l1  × 1", "l2  × 2", "l8  × 8"]
 
 
+@pytest.mark.parametrize(
+    ("names", "short"),
+    [
+        (["a.b.c", "a.b.d"], ["a.b.c", "a.b.d"]),
+        (
+            ["model.encoder.layers.0.self_attention.output_projection", "model.encoder.layers.10.mlp.up"],
+            ["…0.self_attention.output_projection", "…10.mlp.up"],
+        ),
+        (
+            [f"model.{'x' * 20}.{n}.the_only_thing_that_there_is_in_it.a_linear_layer" for n in (1, 21)],
+            ["…1…", "…21…"],
+        ),
+        (
+            ["head", "model.transformer.encoder.layers.7.self_attention.output_projection"],
+            ["head", "…r.layers.7.self_attention.output_projection"],
+        ),
+        (["a" + "x" * 50, "b" + "x" * 50], ["a" + "x" * 21 + "…" + "x" * 21, "b" + "x" * 21 + "…" + "x" * 21]),
+        (["m" * 60 + "1" + "n" * 60, "m" * 60 + "2" + "n" * 60], [f"{n} {'m' * 22}…{'n' * 21}" for n in (0, 1)]),
+        (["a" * 50], ["…" + "a" * 43]),
+    ],
+)
+def test_long_names_are_shortened_to_what_tells_them_apart(names, short):
+    assert charts.shortened(names) == short
+
+
 def test_a_histogram_has_the_share_of_the_finite_elements_in_each_bin(trace):
     chart = charts.histogram(trace, "a", "output")
 
@@ -170,18 +195,29 @@ def test_bins_reach_over_the_largest_numbers_there_are():
     assert np.isfinite(edges).all()
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.SVG"])
 @pytest.mark.parametrize(
-    "words",
-    [(), ("--heatmap",), ("--histogram", "a"), ("--tensor", "a", "--step", "2"), ("--tensor", "a", "--call", "1")],
+    ("name", "words"),
+    [
+        ("a.SVG", ()),
+        ("a.svg", ("--tensor", "a", "--step", "2")),
+        ("a.png", ("--heatmap",)),
+        ("a.png", ("--histogram", "a")),
+        ("a.png", ("--exponents", "a")),
+        ("a.png", ("--tensor", "a", "--call", "1")),
+        ("a.HTML", ()),
+        ("a.html", ("--histogram", "a")),
+        ("a.html", ("--exponents", "a")),
+        ("a.html", ("--tensor", "a", "--call", "1")),
+    ],
 )
-def test_each_picture_is_a_whole_file(trace, tmp_path, words, name):
+def test_each_picture_is_a_whole_file(trace, tmp_path, name, words):
     out = tmp_path / name
 
     result = ask(trace.path, out, *words)
 
     assert result.exit_code == 0, result.output
-    assert out.read_bytes().startswith(PNG) if name == "a.png" else out.read_text().rstrip().endswith("</svg>")
+    whole, form = out.read_bytes().rstrip(), out.suffix.lower()
+    assert whole.startswith(PNG) if form == ".png" else whole.endswith(b"</%s>" % form[1:].encode())
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
@@ -278,12 +314,14 @@ def test_nothing_is_left_where_drawing_fails(norms, tmp_path, monkeypatch):
         (("a",), 2, "ends in nothing"),
         (("no/a.png",), 1, "no is no directory"),
         (("a.png", "--heatmap", "--tensor", "a"), 2, "choose one"),
-        (("a.png", "--step", "1"), 2, "--step is for --tensor"),
+        (("a.png", "--step", "1"), 2, "--step is for --exponents and --tensor"),
         (("a.png", "--histogram", "a", "--stat", "l2"), 2, "not for --histogram"),
+        (("a.png", "--exponents", "a", "--limit", "2"), 2, "not for --exponents"),
         (("a.png", "--tensor", "a", "--kinds", "x", "--kinds", "y"), 2, "draws one kind"),
         (("a.png", "--layers", "x"), 1, "layers such as 'a', 'b'"),
         (("a.png", "--where", "l3 > 1"), 1, "l3"),
         (("a.png", "--tensor", "x"), 1, "no output (call 0) for layer 'x'"),
+        (("a.png", "--exponents", "x"), 1, "no output (call 0) for layer 'x'"),
         (("a.png", "--histogram", "x"), 1, "no output (call 0) for layer 'x'"),
         (("a.png", "--tensor", "a", "--step", "9"), 1, "no step 9"),
     ],
@@ -299,7 +337,7 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(norms, tmp_path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["norms"]
 
 
-@pytest.mark.parametrize("words", [(), ("--histogram", "a"), ("--tensor", "a")])
+@pytest.mark.parametrize("words", [(), ("--histogram", "a"), ("--exponents", "a"), ("--tensor", "a")])
 def test_an_empty_trace_has_no_picture(tmp_path, words):
     empty = write_trace(tmp_path / "empty", [])
 
@@ -310,10 +348,11 @@ def test_an_empty_trace_has_no_picture(tmp_path, words):
     assert not (tmp_path / "a.png").exists()
 
 
-def test_without_matplotlib_it_says_what_to_install(norms, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+@pytest.mark.parametrize(("package", "name"), [("matplotlib", "a.png"), ("plotly", "a.html")])
+def test_without_the_package_it_says_what_to_install(norms, tmp_path, monkeypatch, package, name):
+    monkeypatch.setitem(sys.modules, package, None)
 
-    result = ask(norms, tmp_path / "a.png")
+    result = ask(norms, tmp_path / name)
 
     assert result.exit_code == 1
-    assert "pip install 'hookrec[plot]'" in result.output
+    assert f"need {package}: pip install 'hookrec[plot]'" in result.output

@@ -9,8 +9,8 @@ from click.testing import CliRunner
 
 import replay
 from replay.cli import main
+from replay.sparklines import distribution, sparkline
 from replay.timelines import gridded, timelines
-from replay.trend_command import sparkline
 from tests.written import write_trace
 
 
@@ -125,6 +125,45 @@ def test_a_logarithmic_curve_has_equal_heights_for_equal_ratios():
     values = np.array([1e-30, 1e-10, 1e10, 1e30, 0.0])
 
     assert sparkline(values, np.array([0, 0, 0, 0, 0], bool), logarithmic=True) == "▁▃▆█▁"
+
+
+def test_a_norm_that_hardly_changes_is_level_and_one_that_more_than_doubles_is_not():
+    broken = np.zeros(3, bool)
+
+    assert sparkline(np.array([1.0, 1.01, 0.99]), broken, logarithmic=True) == "▅▅▅"
+    assert sparkline(np.array([1.0, 2.1, 1.0]), broken, logarithmic=True) == "▁█▁"
+
+
+@pytest.mark.parametrize(
+    ("elements", "curve"),
+    [
+        (
+            [0.0, 1.0, 1.0, 1.0, 1.0, 8.0],
+            "0 ▄█     ▄ 8",
+        ),  # 1, 4 and, in the last bin, 1: heights 8·√(1/4), 8
+        ([1.0, np.nan], "all 1"),
+        ([np.inf], "no finite element"),
+        ([-1.7e308, 1.7e308], "-1.7e+308 █      █ 1.7e+308"),
+        ([3 + 4j, 0j], "0 █      █ 5"),
+    ],
+)
+def test_a_distribution_has_a_bar_for_each_eighth_between_the_ends(elements, curve):
+    assert distribution(np.array(elements), 8) == curve
+
+
+def test_stats_and_show_have_curves_on_a_terminal_alone(trace, monkeypatch):
+    words = ["stats", str(trace.path), "--layers", "a", "--kinds", "output", "--step", "0"]
+    plain = CliRunner().invoke(main, words)
+    monkeypatch.setattr("replay.cli.on_terminal", lambda: True)
+
+    drawn = CliRunner().invoke(main, words)
+    as_json = CliRunner().invoke(main, [*words, "--json"])
+
+    assert "l2 over steps" not in plain.output
+    assert drawn.output.splitlines()[0].endswith("l2 over steps")
+    assert [line.split()[-1] for line in drawn.output.splitlines()[1:]] == ["▁×▁", "▁×▁"]
+    assert set(json.loads(as_json.output)[0]) >= {"l2", "layer"}
+    assert "over steps" not in as_json.output
 
 
 def test_a_curve_of_zeros_is_level():
