@@ -8,6 +8,9 @@ trace.tensor(step=120, layer="layer1.0.conv1", kind="grad_output")
 
 from replay.check import Finding as Finding
 from replay.check import check as check
+from replay.diff import Diff as Diff
+from replay.diff import diff as diff
+from replay.divergence import Divergence as Divergence
 from replay.errors import BadQuery as BadQuery
 from replay.errors import MissingPackage as MissingPackage
 from replay.errors import NotRecorded as NotRecorded

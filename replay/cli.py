@@ -28,6 +28,7 @@ _CURVE = 16
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
+    "diff": "replay.diff_command:diff",
     "list": "replay.list_command:list_traces",
     "plot": "replay.plot_command:plot",
     "sql": "replay.asking:sql",
@@ -264,4 +265,4 @@ def export(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

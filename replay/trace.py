@@ -29,6 +29,9 @@ from replay.stores import open_reader
 
 _Globs = tuple[str, ...] | None
 
+_SMALL_LOG = 1 << 19
+"""Records of which the places, 33 bytes each, are looked up together."""
+
 
 def open(path: str | Path) -> "Trace":
     """Open a trace, also while it is being written, or after a crash.
@@ -378,11 +381,21 @@ class _Rank:
 
     def places(self, stream: Stream) -> _Places:
         if stream.id not in self._places:
+            # A look into the log costs milliseconds, whatever it is for: a small one is looked through once for all.
+            small = self.log.rows <= _SMALL_LOG
+            where = None if small else pa.compute.field("stream") == stream.id
             names = list(_Places.__dataclass_fields__)
-            table = self.log.table(names, pa.compute.field("stream") == stream.id)
-            columns = {name: table[name].to_numpy() for name in names}
-            order = np.argsort(columns["step"], kind="stable")
-            self._places[stream.id] = _Places(**{name: column[order] for name, column in columns.items()})
+            table = self.log.table(["stream", *names], where)
+            columns = {name: table[name].to_numpy() for name in ("stream", *names)}
+            order = np.lexsort((columns["step"], columns["stream"]))
+            columns = {name: column[order] for name, column in columns.items()}
+            ids, first = np.unique(columns.pop("stream"), return_index=True)
+            ends = [*first[1:].tolist(), len(order)]
+            for number, begin, end in zip(ids.tolist(), first.tolist(), ends, strict=True):
+                part = {name: column[begin:end] for name, column in columns.items()}
+                self._places[number] = _Places(**part)
+            if stream.id not in self._places:
+                self._places[stream.id] = _Places(**{name: column[:0] for name, column in columns.items()})
         return self._places[stream.id]
 
     def part(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> Part:

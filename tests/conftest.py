@@ -1,7 +1,12 @@
 """What several files of tests ask for."""
 
+import signal
+
 import pytest
 import torch
+
+# A shell starts what it puts in the background with SIGINT ignored, and so would be what the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture

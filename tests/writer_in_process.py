@@ -18,15 +18,18 @@ from replay import format as trace_format
 class WriterInProcess:
     """Has the face of `hookrec.writer_process.WriterProcess`."""
 
-    def __init__(self, config: dict[str, Any], ring_bytes: int) -> None:
+    def __init__(self, config: dict[str, Any], ring_bytes: int, restarts: int = 0) -> None:
         self._config = config
-        self.ring = Ring(ring_bytes, lambda: True)
+        self.ring = Ring(ring_bytes, self.is_alive, self._succeed)
 
     def is_alive(self) -> bool:
         return True
 
     def last_words(self) -> str:
         return ""
+
+    def _succeed(self) -> None:
+        raise AssertionError("what never dies has no successor")
 
     def forget(self) -> None:
         self.ring.close()

@@ -1,0 +1,241 @@
+"""The command `replay diff`: which layer differs first, in a sentence, and the layers by how much they differ.
+
+Its exit status is the answer for scripts, as that of `diff`: so whatever hinders the answer is 2, and not 1.
+"""
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+import replay
+from replay.command_line import json_option, print_json, print_rows
+from replay.diff import Diff
+from replay.errors import BadQuery, ReplayError
+
+_WRONG_USE = 2
+_INTERRUPTED = 130
+_COLUMNS = ("layer", "kind", "differ", "step", "max_abs", "relative", "cosine", "max_ulp", "tolerance")
+
+
+class _CannotCompare(click.ClickException):
+    exit_code = _WRONG_USE
+
+
+@click.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path), required=False)
+@click.option("--layers", multiple=True, help="Glob over A's layer names; may be repeated.")
+@click.option("--kinds", multiple=True, help="Kind, such as output; may be repeated.")
+@click.option("--steps", help="Steps of A: 3, 10:20, 0:100:10; separated by commas.")
+@click.option("--map", "rules", multiple=True, help="Names 'A=B' of layers, or a TOML or JSON file; may be repeated.")
+@click.option("--tolerance", multiple=True, help="Relative tolerance, such as 1e-4 or bfloat16=0.02; may be repeated.")
+@click.option("--noise", type=click.Path(path_type=Path), help="A second run of A: what differs there is noise.")
+@click.option("--ranks", help="Which rank of A against which of B, such as 0,1; without B, ranks of A.")
+@click.option("--shift", default=0, help="Compare step s of A with step s + SHIFT of B.")
+@click.option("--pair", type=click.Choice(["rows"]), help="Pair the samples of a batch by their values.")
+@click.option("--stop", is_flag=True, help="Stop after the step of the first divergence.")
+@click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 2**31), help="Layers to print.")
+@json_option
+def diff(
+    a: Path,
+    b: Path | None,
+    layers: tuple[str, ...],
+    kinds: tuple[str, ...],
+    steps: str | None,
+    rules: tuple[str, ...],
+    tolerance: tuple[str, ...],
+    noise: Path | None,
+    ranks: str | None,
+    shift: int,
+    pair: str | None,
+    stop: bool,
+    limit: int,
+    as_json: bool,
+) -> None:
+    """Say which layer differs first between two traces, and by how much.
+
+    Ends with 0 if there is no difference, with 1 if there is one, or a record without a partner, and with 2 if the
+    traces cannot be compared or the command is wrong.
+    """
+    try:
+        with _progress() as progress:
+            found = replay.diff(
+                a,
+                b,
+                layers=layers or None,
+                kinds=kinds or None,
+                steps=_steps(steps),
+                map=rules or None,
+                tolerance=_tolerance(tolerance),
+                noise=noise,
+                ranks=_ranks(ranks),
+                shift=shift,
+                pair=pair,
+                stop=stop,
+                progress=progress,
+            )
+    except ReplayError as error:
+        raise _CannotCompare(str(error)) from None
+    except KeyboardInterrupt:
+        click.echo("interrupted; nothing was found out", err=True)
+        sys.exit(_INTERRUPTED)
+    by_layer = _by_layer(found)
+    if as_json:
+        print_json(_as_json(found, by_layer))
+    else:
+        _print(found, by_layer, limit)
+    sys.exit(0 if found.equal else 1)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[float], None] | None]:
+    """A bar on a terminal, after a second."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    import time
+
+    began = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        update: Callable[[float], None] | None = None
+
+        def told(done: float) -> None:
+            nonlocal update
+            if update is None and time.monotonic() - began > 1:
+                from rich.console import Console
+                from rich.progress import Progress
+
+                bar = stack.enter_context(Progress(console=Console(stderr=True), transient=True))
+                task = bar.add_task("comparing", total=1.0)
+                update = lambda part: bar.update(task, completed=part)  # noqa: E731
+            if update is not None:
+                update(done)
+
+        yield told
+
+
+def _steps(text: str | None) -> Any:
+    """Read what --steps says: numbers and ranges as Python's slices have them."""
+    if text is None:
+        return None
+    try:
+        parts = [[int(n) if n else None for n in part.split(":")] for part in text.split(",")]
+        if len(parts) == 1 and 2 <= len(parts[0]) <= 3:
+            return slice(*parts[0])
+        chosen: list[int] = []
+        for part in parts:
+            match part:
+                case [int(step)]:
+                    chosen.append(step)
+                case [begin, int(end), *rest] if len(rest) < 2:
+                    chosen += range(begin or 0, end, (rest and rest[0]) or 1)
+                case _:
+                    raise ValueError
+    except ValueError:
+        raise BadQuery(
+            f"--steps {text!r} is no step, range or list of them; write 3, 10:20, 0:100:10 or 1,5,9."
+        ) from None
+    return chosen
+
+
+def _tolerance(given: tuple[str, ...]) -> Any:
+    if not given:
+        return None
+    found: dict[str, float] = {}
+    for item in given:
+        name, _, number = item.rpartition("=")
+        try:
+            found[name or "*"] = float(number)
+        except ValueError:
+            raise BadQuery(f"--tolerance {item!r} is no number, nor DTYPE=NUMBER such as bfloat16=0.02.") from None
+    return found
+
+
+def _ranks(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    try:
+        left, right = (int(n) for n in text.split(","))
+    except ValueError:
+        raise BadQuery(f"--ranks {text!r} is not two ranks; write 0,1.") from None
+    return left, right
+
+
+def _by_layer(found: Diff) -> list[dict[str, Any]]:
+    """The worst record of each layer and kind; those that differ first, then by the size of the error."""
+    worst: dict[tuple[str, str], dict[str, Any]] = {}
+    names = (
+        "layer_a",
+        "kind",
+        "path",
+        "step",
+        "max_abs",
+        "relative",
+        "cosine",
+        "max_ulp",
+        "error",
+        "tolerance",
+        "within",
+    )
+    for batch in found.rows.select(names).to_batches():
+        for row in batch.to_pylist():
+            key = row["layer_a"], row["kind"]
+            row["error"] = math.inf if row["error"] is None else row["error"]
+            entry = worst.setdefault(key, {**row, "error": -1.0, "outside": 0, "records": 0})
+            entry["records"] += 1
+            entry["outside"] += not row["within"]
+            if (not row["within"], row["error"]) > (not entry["within"], entry["error"]):
+                entry.update(row)
+    rows = sorted(worst.values(), key=lambda row: (row["within"], -row["error"]))
+    return [{"layer": row.pop("layer_a"), **row, "differ": f"{row['outside']} of {row['records']}"} for row in rows]
+
+
+def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
+    compared = f"{len(found.rows):,} records compared"
+    if found.first is not None:
+        click.secho(str(found.first), bold=True)
+    elif found.equal:
+        click.secho(f"no difference: {compared}, all within tolerance", bold=True)
+    else:
+        click.secho(f"no divergence: {compared}, all within tolerance, but not every record has a partner", bold=True)
+    for name, table in (("A", found.only_a), ("B", found.only_b)):
+        rows = table.to_pylist()
+        for row in rows[:limit]:
+            path = f" {row['path']}" if row["path"] else ""
+            steps = f"step {row['first_step']}" if row["records"] == 1 else f"{row['records']:,} records"
+            click.echo(f"only in {name}: {row['layer'] or '(root)'} {row['kind']}{path}, {steps}")
+        if len(rows) > limit:
+            click.echo(f"only in {name}: {len(rows) - limit:,} more; --limit shows them")
+    if len(found.only_a) and len(found.only_b):
+        click.echo("if these are the same layers by other names, say so: --map 'A=B'")
+    for note in found.notes:
+        click.echo(note)
+    differing = [row for row in by_layer if not row["within"]]
+    if differing:
+        click.echo(f"\n{len(differing)} of {len(by_layer)} layers and kinds differ; by the size of the error:\n")
+        print_rows(differing[:limit], False, _COLUMNS)
+        if len(differing) > limit:
+            click.echo(f"{len(differing) - limit:,} more; --limit shows them.", err=True)
+    elif by_layer:
+        most, error = by_layer[0], by_layer[0]["error"]
+        click.echo(
+            f"the largest error is {error:.3g}, of layer {most['layer']!r} ({most['kind']}) at step {most['step']}"
+        )
+
+
+def _as_json(found: Diff, by_layer: list[dict[str, Any]]) -> dict[str, Any]:
+    first = found.first
+    return {
+        "equal": found.equal,
+        "first": None if first is None else {**vars(first), "sentence": str(first)},
+        "compared": len(found.rows),
+        "layers": [{name: value for name, value in row.items() if name != "differ"} for row in by_layer],
+        "only_a": found.only_a.to_pylist(),
+        "only_b": found.only_b.to_pylist(),
+        "notes": found.notes,
+    }
