@@ -10,8 +10,8 @@ import replay
 from replay import drawing
 from replay.exponents import exponents, shown, verdict
 
-ELEMENTS = [0.0, 1.0, -1.5, 2.0, 2.0**-15, 2.0**-26, 500.0, 1e5, torch.nan, -torch.inf]
-FINITE = 7
+ELEMENTS = [0.0, 1.0, -1.5, 2.0, 2.0**-14, 2.0**-15, 2.0**-26, 500.0, 1e5, torch.nan, -torch.inf]
+FINITE = 8
 """Of the elements, those that have an exponent."""
 
 
@@ -32,13 +32,13 @@ def test_each_element_is_counted_at_its_power_of_two(trace):
 
     (panel,) = chart.panels
     # 1 and 1.5 have 0; 2 has 1; 500 has 8, since 256 <= 500 < 512; 1e5 has 16, since 65536 <= 1e5 < 131072.
-    counts = {-26: 1, -15: 1, 0: 2, 1: 1, 8: 1, 16: 1}
+    counts = {-26: 1, -15: 1, -14: 1, 0: 2, 1: 1, 8: 1, 16: 1}
     assert list(panel.columns) == list(range(-26, 17))
     np.testing.assert_allclose(panel.values, [[counts.get(n, 0) / FINITE for n in range(-26, 17)]])
     assert chart.notes == (
-        "Shares are of the 7 elements that are neither 0 nor NaN nor infinite.",
-        "1 of 10 are 0.",
-        "2 of 10 are NaN or infinite.",
+        "Shares are of the 8 elements that are neither 0 nor NaN nor infinite.",
+        "1 of 11 are 0.",
+        "2 of 11 are NaN or infinite.",
     )
 
 
@@ -47,9 +47,9 @@ def test_each_element_is_counted_at_its_power_of_two(trace):
     [
         # The limits are those of the formats: IEEE 754 and the OCP 8-bit floating point specification.
         ("bfloat16", -133, (-126, 127), 0, 0, 0),
-        ("float16", -24, (-14, 15), 1, 1, 1),  # 2**-26 is 0, 2**-15 subnormal, 1e5 above 65504
+        ("float16", -24, (-14, 15), 1, 1, 1),  # 2**-26 is 0, 2**-15 subnormal and 2**-14 not, 1e5 above 65504
         ("float8_e5m2", -16, (-14, 15), 1, 1, 1),  # likewise, and 1e5 above 57344
-        ("float8_e4m3fn", -9, (-6, 8), 2, 0, 2),  # both small ones are 0; 500 and 1e5 are above 448
+        ("float8_e4m3fn", -9, (-6, 8), 3, 0, 2),  # the three small ones are 0; 500 and 1e5 are above 448
     ],
 )
 def test_a_dtype_loses_what_is_out_of_its_range(trace, name, subnormal, normal, lost, coarse, over):
@@ -63,8 +63,8 @@ def test_what_is_lost_is_said_in_words(trace):
     by_name = {reach.name: verdict(reach) for reach in exponents(trace, 0, "a", "output").reaches}
 
     assert by_name["bfloat16"] == "all in range"
-    assert by_name["float16"] == "14.3% become 0, 14.3% subnormal, 14.3% too large"
-    assert by_name["float8_e4m3fn"] == "28.6% become 0, 28.6% too large"
+    assert by_name["float16"] == "12.5% become 0, 12.5% subnormal, 12.5% too large"
+    assert by_name["float8_e4m3fn"] == "37.5% become 0, 25.0% too large"
 
 
 def test_the_range_of_half_precision_is_always_shown(trace):
