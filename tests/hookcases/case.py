@@ -137,8 +137,8 @@ class Replica:
                 self.put(layer, "param_grad_acc", self._backwards[name], path, self._grads[name])
 
 
-def judge(build: Callable[[], Case], path: Path) -> list[str]:
-    """Record a case, and return what is wrong with it."""
+def judge(build: Callable[[], Case], path: Path, store: str) -> list[str]:
+    """Record a case to a store, and return what is wrong with it."""
     gc.collect()
     gc.disable()
     try:
@@ -151,7 +151,7 @@ def judge(build: Callable[[], Case], path: Path) -> list[str]:
         watched = _fresh(build)
         model = weakref.ref(watched.model)
         before = count_hooks(watched.model)
-        arguments = {"clock": "manual", "keep_free": 0, "ring": "16MB", **watched.attach}
+        arguments = {"clock": "manual", "store": store, "keep_free": 0, "ring": "16MB", **watched.attach}
         with hookrec.attach(watched.model, path, kinds=watched.kinds, **arguments) as recorder:
             found = _run(watched, recorder)
         kinds, near, note, also = watched.kinds, watched.near, watched.note, watched.also
