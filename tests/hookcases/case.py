@@ -106,6 +106,11 @@ class Replica:
         weight, bias = self.p[f"{layer}.weight"], self.p.get(f"{layer}.bias")
         return self.call(layer, lambda x: nn.functional.linear(x, weight, bias), x)
 
+    def descend(self, layer: str, rate: float) -> None:
+        """Say that SGD changes the parameters of a layer, whose gradients are set to zero afterwards."""
+        for name in [name for name in self._grads if name.startswith(f"{layer}.")]:
+            self.p[name] = self.p[name].detach().sub(self._grads.pop(name), alpha=rate).requires_grad_()
+
     def put(self, layer: str, kind: str, call: int, path: str, tensor: Tensor) -> None:
         """Say what one record is; a second gradient of the same thing is `@1`."""
         key, again = (self.step, layer, kind, call, path), 0
