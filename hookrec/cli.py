@@ -11,6 +11,7 @@ from replay.seal import is_locked, is_sealed, locked, seal
 
 _ELSEWHERE = {
     "attach": "hookrec.control_commands:attach",
+    "convert": "hookrec.convert_command:convert_trace",
     "daemon": "hookrec.daemon_command:daemon",
     "detach": "hookrec.control_commands:detach",
     "pin": "hookrec.pin_command:pin",

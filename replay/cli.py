@@ -34,6 +34,7 @@ _ELSEWHERE = {
     "sql": "replay.asking:sql",
     "tail": "replay.tailing:tail",
     "trend": "replay.trend_command:trend",
+    "verify": "replay.verify_command:verify_trace",
 }
 
 

@@ -1,13 +1,16 @@
 """What all commands share: options, errors as one message, answers as tables, plain text or JSON.
 
-A table goes to a terminal drawn, and elsewhere as plain columns. A command that needs much, or is seldom called, is
+A table goes to a terminal drawn, and elsewhere as plain columns; how far work is, as a bar or as a line now and then. A
+command that needs much, or is seldom called, is
 imported when it is called, so that the others start in no time.
 """
 
 import importlib
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,34 @@ def filter_options(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = option(command)
     return command
+
+
+@contextmanager
+def progress(what: str, every_s: float = 10.0) -> Iterator[Callable[[int, int], None]]:
+    """Give a function to be told how many of how many are done, and show it on stderr.
+
+    Args:
+        what: of which there are many, such as "records".
+        every_s: seconds between two lines, where stderr is no terminal. Work that is shorter says nothing.
+    """
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        columns = [*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn()]
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(what, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+    due = time.monotonic() + every_s
+
+    def say(done: int, total: int) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + every_s
+            click.echo(f"{done:,} of {total:,} {what}", err=True)
+
+    yield say
 
 
 def say_if_empty(found: Sized, trace: replay.Trace) -> None:

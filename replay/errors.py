@@ -6,6 +6,7 @@
     ├── TraceDamaged                              a file is not what the format says
     ├── StepNotCommitted     (also LookupError)   the step is not in the trace, or not yet
     ├── NotRecorded          (also LookupError)   the step is there, the record or its tensor is not
+    ├── CannotConvert        (also ValueError)    a trace cannot be written anew, or not so
     ├── BadQuery             (also ValueError)    a filter or argument that cannot be understood
     └── MissingPackage       (also ImportError)   an optional package is needed for this
 
@@ -40,6 +41,10 @@ class NotRecorded(ReplayError, LookupError):
 
 class BadQuery(ReplayError, ValueError):
     """A filter, a name or an argument that cannot be understood."""
+
+
+class CannotConvert(ReplayError, ValueError):
+    """A trace cannot be written anew in this store, or at this place; says what to change."""
 
 
 class MissingPackage(ReplayError, ImportError):

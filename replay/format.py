@@ -50,6 +50,8 @@ WHY_NOT_KEPT = {
     6: "its dtype or layout cannot be stored",
     7: "flight mode: no trigger",
     8: "lost: the writer process died before the commit",
+    9: "dropped to make room, before the trace was converted",
+    10: "damaged, before the trace was converted",
 }
 
 RECORD_SCHEMA = pa.schema(
@@ -209,6 +211,27 @@ def _string(value: object) -> str:
 def _stays_inside(location: str) -> bool:
     parts = location.split("/")
     return not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts)
+
+
+def check_location(stream: Stream, number: int, where: Path) -> None:
+    """Raise TraceDamaged where a line of `streams.jsonl` contradicts itself: else it would give another's tensors.
+
+    Args:
+        stream: what the line says.
+        number: which line it is, from 0.
+        where: the file.
+    """
+    if stream.id != number:
+        raise TraceDamaged(f"{where} has stream {stream.id} in the place of stream {number}. Put it back from a copy.")
+    if stream.location is None:
+        return
+    wanted = Locations().new(stream.layer, stream.kind, stream.path)
+    rest = stream.location.removeprefix(wanted)
+    if not stream.location.startswith(wanted) or not re.fullmatch(r"(~\d+)?", rest):
+        raise TraceDamaged(
+            f"{where} has a stream of {stream.kind} of layer {stream.layer!r} with the location {stream.location!r}, "
+            f"which is none of that: {wanted!r}. Put it back from a copy."
+        )
 
 
 class Locations:

@@ -14,7 +14,7 @@ that are there, with the coordinates `step`, `call` and `micro`, of which `step`
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,6 +232,92 @@ def seal_streams(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
             data.dims[0].attach_scale(group["step"])
             data.dims[0].label = "step" if rows.one_a_step else "row"
     partial.replace(rank_directory / MASTER)
+
+
+def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, sealed: bool) -> Iterator[tuple[Path, str]]:
+    """Yield what in the store contradicts the log: the file, and a sentence on it.
+
+    Args:
+        rank_directory: the rank.
+        streams: each with its rows.
+        sealed: whether `tensors.h5` is there.
+    """
+    import h5py
+
+    try:
+        parts = _read_parts(rank_directory)
+    except TraceDamaged as error:
+        yield rank_directory / SEGMENTS_FILE, str(error)
+        return
+    streams = list(streams)
+    by_id = {stream.id: stream for stream, _ in streams}
+    of_files: dict[Path, list[tuple[Stream, _Part]]] = {}
+    for number, found in parts.items():
+        for part in found:
+            if number in by_id:
+                of_files.setdefault(part.path, []).append((by_id[number], part))
+    for path, inside in of_files.items():
+        try:
+            with h5py.File(path, "r", locking=False) as file:
+                for stream, part in inside:
+                    data = file[_dataset_name(stream)]
+                    if data.shape != (part.rows, *stream.shape) or data.id.get_offset() != part.offset:
+                        yield path, f"Stream {stream.id} does not lie in it where {SEGMENTS_FILE} says."
+                    elif wrong := _wrong_attribute(data, stream):
+                        yield path, wrong
+        except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+            yield path, f"HDF5 cannot read it: {error}"
+    if not sealed:
+        return
+    path = rank_directory / MASTER
+    try:
+        with h5py.File(path, "r", locking=False) as file:
+            for stream, rows in streams:
+                if stream.location is None:
+                    continue
+                group = file[stream.location]
+                if group["data"].shape != (len(rows.step), *stream.shape):
+                    yield path, f"Stream {stream.id} has the shape {group['data'].shape} in it."
+                if wrong := _wrong_attribute(group["data"], stream):
+                    yield path, wrong
+                if stream.nbytes and len(rows.step):
+                    sources = [
+                        (
+                            source.file_name,
+                            source.dset_name.replace("%%", "%"),  # as it is given to HDF5, a format
+                            source.vspace.get_select_bounds()[0][0],
+                            source.src_space.get_select_bounds(),
+                        )
+                        for source in group["data"].virtual_sources()
+                    ]
+                    if sources != list(_sources(stream, len(rows.step), parts.get(stream.id, ()))):
+                        yield path, f"It does not join the segments of stream {stream.id} as {SEGMENTS_FILE} has them."
+                for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
+                    if not np.array_equal(group[name][()], values):
+                        yield path, f"{name!r} of stream {stream.id} is not what the log has."
+    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        yield path, f"HDF5 cannot read it: {error}"
+
+
+def _sources(stream: Stream, count: int, parts: Sequence[_Part]) -> Iterator[tuple[str, str, int, Any]]:
+    """Yield what the virtual dataset of a stream is made of: file, dataset, first row, and what is selected in it."""
+    for part in parts:
+        rows = min(part.rows, count - part.first)
+        if rows > 0:
+            zeros = (0, *(0 for _ in stream.shape))
+            yield (
+                part.path.name,
+                _dataset_name(stream).decode(),
+                part.first,
+                (zeros, (rows - 1, *(n - 1 for n in stream.shape))),
+            )
+
+
+def _wrong_attribute(data: Any, stream: Stream) -> str | None:
+    for name in ("layer", "kind", "path", "dtype"):
+        if data.attrs[name] != as_attribute(getattr(stream, name)):
+            return f"Stream {stream.id} has another {name} in it: {data.attrs[name]!r}."
+    return None
 
 
 def _make_virtual(group: Any, stream: Stream, count: int, parts: Sequence[_Part]) -> Any:

@@ -21,7 +21,7 @@ from replay.errors import TraceDamaged
 from replay.format import RECORD_SCHEMA, VERSION
 
 COMPACT_ROWS = 1 << 17
-_CHECKSUM = b"hookrec:crc32c"
+CHECKSUM = b"hookrec:crc32c"
 _SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
 
 # Statistics seldom repeat, so a dictionary of them is larger than they are. Split by significance, their bytes
@@ -38,7 +38,7 @@ class LogWriter:
 
     def __init__(self, rank_directory: Path) -> None:
         self._directory = rank_directory
-        segments = _segments(rank_directory)
+        segments = segment_files(rank_directory)
         last = max(segments, default=-1)
         self._number = last + 1 if last < 0 or segments[last].suffix == ".parquet" else last
         self._rows = 0
@@ -52,7 +52,7 @@ class LogWriter:
         # The stream writes its head together with its first batch; a segment that is continued has one already.
         self._stream.write_batch(pa.RecordBatch.from_pylist([], RECORD_SCHEMA))
         self._parts.clear()
-        tail = _Tail(self._path)
+        tail = TailReader(self._path)
         self._rows = sum(len(batch) for batch in tail.read())
         self._length = tail.position
         if self._length == 0:
@@ -99,7 +99,7 @@ class LogWriter:
         """
         arrays = [pa.array(np.ascontiguousarray(columns[field.name]), field.type) for field in RECORD_SCHEMA]
         batch = pa.RecordBatch.from_arrays(arrays, schema=RECORD_SCHEMA)
-        self._stream.write_batch(batch, custom_metadata={_CHECKSUM: _checksum(batch)})
+        self._stream.write_batch(batch, custom_metadata={CHECKSUM: _checksum(batch)})
         self._write(self._take())
         self._rows += len(batch)
         if self._rows >= COMPACT_ROWS:
@@ -124,7 +124,7 @@ def compact(path: Path) -> None:
 
     target = path.with_suffix(".parquet")
     partial = target.with_name(target.name + ".partial")
-    table = pa.Table.from_batches(_Tail(path).read(), RECORD_SCHEMA)
+    table = pa.Table.from_batches(TailReader(path).read(), RECORD_SCHEMA)
     with partial.open("wb") as file:  # by name, pyarrow takes no path that is not UTF-8
         pq.write_table(
             table,
@@ -145,7 +145,7 @@ def compact(path: Path) -> None:
 
 def compact_all(rank_directory: Path) -> None:
     """Turn whatever is left of a rank's log into Parquet."""
-    for path in _segments(rank_directory).values():
+    for path in segment_files(rank_directory).values():
         if path.suffix == ".arrows":
             compact(path)
     for leftover in rank_directory.glob("records-*.arrows"):
@@ -158,7 +158,7 @@ class Log:
     def __init__(self, rank_directory: Path) -> None:
         self._directory = rank_directory
         self._sealed: dict[int, Path] = {}
-        self._tail: _Tail | None = None
+        self._tail: TailReader | None = None
         self._tail_number = -1
         self._batches: list[pa.RecordBatch] = []
 
@@ -166,14 +166,14 @@ class Log:
         """Look for commits that came since the last look."""
         # A segment is compacted under our feet now and then: its number is then among the Parquet files at the next
         # look.
-        segments = _segments(self._directory)
+        segments = segment_files(self._directory)
         self._sealed = {number: path for number, path in sorted(segments.items()) if path.suffix == ".parquet"}
         number = max(segments, default=-1)
         if number in self._sealed or number < 0:
             self._tail, self._tail_number, self._batches = None, -1, []
             return self
         if number != self._tail_number:
-            self._tail, self._tail_number, self._batches = _Tail(segments[number]), number, []
+            self._tail, self._tail_number, self._batches = TailReader(segments[number]), number, []
         assert self._tail is not None
         try:
             self._batches += self._tail.read()
@@ -188,7 +188,10 @@ class Log:
         tail = ds.dataset(pa.Table.from_batches(self._batches, RECORD_SCHEMA))
         if not self._sealed:
             return tail
-        sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format="parquet")
+        checked = ds.ParquetFileFormat(
+            default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
+        )
+        sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format=checked)
         return ds.dataset([sealed, tail]) if self._batches else sealed
 
     def table(self, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
@@ -200,7 +203,7 @@ class Log:
         """
         try:
             return self.dataset().to_table(columns=None if columns is None else list(columns), filter=where)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
         except UnicodeEncodeError:
             raise TraceDamaged(
@@ -212,7 +215,10 @@ class Log:
         """How many records are committed."""
         import pyarrow.parquet as pq
 
-        sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
+        try:
+            sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
+        except (pa.ArrowException, OSError) as error:
+            raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
         return sealed + sum(len(batch) for batch in self._batches)
 
 
@@ -230,7 +236,7 @@ class Following:
     def __init__(self, rank_directory: Path, place: tuple[int, int] = (0, 0)) -> None:
         self._directory = rank_directory
         self.place = place
-        self._tail: _Tail | None = None
+        self._tail: TailReader | None = None
         self._skip = place[1]
         self._seen = (-1, 0)
 
@@ -261,10 +267,10 @@ class Following:
             seen = stat.st_size, stat.st_mtime_ns
             if seen == self._seen:
                 return nothing
-            self._tail = self._tail or _Tail(path)
+            self._tail = self._tail or TailReader(path)
             batches = self._tail.read()
         except FileNotFoundError:
-            later = [n for n in _segments(self._directory) if n > number]
+            later = [n for n in segment_files(self._directory) if n > number]
             if later and self._of_parquet(number, 0) is None:
                 raise TraceDamaged(
                     f"The log in {self._directory} lacks its segment {number}, and has {min(later)}."
@@ -284,14 +290,14 @@ class Following:
         if not path.exists():
             return None
         try:
-            with path.open("rb") as source, pq.ParquetFile(source) as file:
+            with path.open("rb") as source, pq.ParquetFile(source, page_checksum_verification=True) as file:
                 rows = file.metadata.num_rows
                 return RECORD_SCHEMA.empty_table() if rows == done else file.read().slice(done).cast(RECORD_SCHEMA)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError) as error:
             raise TraceDamaged(f"{path} cannot be read: {error}") from error
 
 
-class _Tail:
+class TailReader:
     """Reads an Arrow segment from where the last look ended, as far as it is whole."""
 
     def __init__(self, path: Path) -> None:
@@ -307,7 +313,7 @@ class _Tail:
         source = pa.BufferReader(self._head + data)
         try:
             reader = pa.ipc.open_stream(source)
-        except (pa.ArrowInvalid, OSError):
+        except (pa.ArrowException, OSError):
             return []  # the head is not there yet, or torn
         if not reader.schema.equals(RECORD_SCHEMA):
             raise TraceDamaged(
@@ -321,9 +327,10 @@ class _Tail:
         while True:
             try:
                 batch, metadata = reader.read_next_batch_with_custom_metadata()
-                if metadata is None or metadata.get(_CHECKSUM) != _checksum(batch):
+                batch.validate()  # lengths that were damaged would have us read beyond the file
+                if metadata is None or metadata.get(CHECKSUM) != _checksum(batch):
                     break
-            except (StopIteration, pa.ArrowInvalid, OSError):
+            except (StopIteration, pa.ArrowException, OSError):
                 break
             batches.append(batch)
             good = source.tell()
@@ -331,7 +338,7 @@ class _Tail:
         return batches
 
 
-def _segments(rank_directory: Path) -> dict[int, Path]:
+def segment_files(rank_directory: Path) -> dict[int, Path]:
     """The files of the log by number; Parquet goes before Arrow."""
     found: dict[int, Path] = {}
     with os.scandir(rank_directory) as entries:

@@ -9,14 +9,25 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from replay.format import END_FILE, KEPT, LOCK_FILE, STREAMS_FILE, Rows, Stream, whole_lines, write_whole
+from replay.format import (
+    END_FILE,
+    KEPT,
+    LOCK_FILE,
+    STREAMS_FILE,
+    Rows,
+    Stream,
+    check_location,
+    whole_lines,
+    write_whole,
+)
 from replay.log import Log, compact_all
 from replay.stores import seal_streams
 
@@ -24,7 +35,27 @@ from replay.stores import seal_streams
 def read_streams(rank_directory: Path) -> list[Stream]:
     """Return the streams of a rank, in the order of their ids."""
     path = rank_directory / STREAMS_FILE
-    return [Stream.from_json(line, path) for line in whole_lines(path)[0]]
+    streams = []
+    for number, line in enumerate(whole_lines(path)[0]):
+        stream = Stream.from_json(line, path)
+        check_location(stream, number, path)
+        streams.append(stream)
+    return streams
+
+
+def rows_of(columns: Mapping[str, NDArray[Any]], streams: Iterable[Stream]) -> Iterator[tuple[Stream, Rows]]:
+    """Yield each stream with the rows that a rank's log has of it.
+
+    Args:
+        columns: `stream`, `kept`, `row`, `step`, `call`, `micro`, `offset` and `nbytes` of the log.
+        streams: which.
+    """
+    kept = np.flatnonzero(columns["kept"] == KEPT)
+    order = kept[np.lexsort((columns["row"][kept], columns["stream"][kept]))]
+    of_streams = columns["stream"][order]
+    for stream in streams:
+        first, last = np.searchsorted(of_streams, [stream.id, stream.id + 1])
+        yield stream, Rows(*(columns[name][order[first:last]] for name in Rows._fields))
 
 
 def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, Any]) -> None:
@@ -39,16 +70,7 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
     log = Log(rank_directory).refresh()
     table = log.table(["step", "stream", "call", "micro", "kept", "row", "offset", "nbytes"])
     columns = {name: table[name].to_numpy() for name in table.column_names}
-    kept = np.flatnonzero(columns["kept"] == KEPT)
-    order = kept[np.lexsort((columns["row"][kept], columns["stream"][kept]))]
-
-    def streams() -> Iterator[tuple[Stream, Rows]]:
-        of_streams = columns["stream"][order]
-        for stream in read_streams(rank_directory):
-            first, last = np.searchsorted(of_streams, [stream.id, stream.id + 1])
-            yield stream, Rows(*(columns[name][order[first:last]] for name in Rows._fields))
-
-    seal_streams(rank_directory, streams())
+    seal_streams(rank_directory, rows_of(columns, read_streams(rank_directory)))
     compact_all(rank_directory)
     end = {
         "how": how,
@@ -56,7 +78,7 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         "steps": len(np.unique(columns["step"])),
         "records": len(table),
-        "tensors": len(kept),
+        "tensors": int(np.sum(columns["kept"] == KEPT)),
         "bytes": int(columns["nbytes"].sum()),
         "books": books,
     }

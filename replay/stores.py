@@ -4,7 +4,7 @@ A store appends the records of streams, gives them back by row, and is finished 
 the module of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -70,6 +70,23 @@ def seal_streams(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
         hdf5_store.seal_streams(rank_directory, streams)
     else:
         zarr_store.seal_streams(rank_directory, streams)
+
+
+def faults(
+    rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], dropped: Mapping[int, int], *, sealed: bool
+) -> Iterator[tuple[Path, str]]:
+    """Yield what in the store contradicts the log, tensors aside: the file, and a sentence on it.
+
+    Args:
+        rank_directory: the rank.
+        streams: each with its rows.
+        dropped: by stream id, how many of its first rows have no tensor any more.
+        sealed: whether the store was finished.
+    """
+    if store_of(rank_directory) == "hdf5":
+        yield from hdf5_store.faults(rank_directory, streams, sealed=sealed)
+    else:
+        yield from zarr_store.faults(rank_directory, streams, dropped, sealed=sealed)
 
 
 def store_of(rank_directory: Path) -> str:

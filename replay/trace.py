@@ -219,6 +219,12 @@ class Trace:
     def _read(self, part: "_Rank", stream: Stream, places: "_Places", at: int, step: int) -> NDArray[Any]:
         row = int(places.row[at])
         if (why := part.why_no_tensor(stream, int(places.kept[at]), row)) is None:
+            # Else a damaged table would have us make an array of any size.
+            if int(places.numel[at]) != int(np.prod(stream.shape, dtype=object)):
+                raise TraceDamaged(
+                    f"The log in {part.directory} has {int(places.numel[at])} elements of {stream.kind} of layer "
+                    f"{stream.layer!r}, and streams.jsonl the shape {stream.shape}: one of them is damaged."
+                )
             try:
                 data = part.store.read(stream, row, int(places.offset[at]), int(places.nbytes[at]))
             except TraceDamaged:
@@ -332,6 +338,7 @@ class _Places:
     offset: NDArray[np.int64]
     nbytes: NDArray[np.int64]
     crc32c: NDArray[np.uint32]
+    numel: NDArray[np.int64]
 
 
 class _Rank:

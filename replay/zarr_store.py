@@ -9,7 +9,7 @@ cache, which would cost the training a core. Others, and what is compressed, go 
 import json
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ DIRECTORY = "tensors.zarr"
 DIRECT_BYTES = 65_536
 _SHARD_BYTES = 1 << 30
 _SHARD_ROWS = 4096
+_GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
+_COORDINATES = {"step": "int64", "call": "int32", "micro": "int32"}
 
 
 def stride_of(nbytes: int) -> int:
@@ -235,6 +237,73 @@ class _Appending:
         return self._shard_path
 
 
+def faults(
+    rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], dropped: Mapping[int, int], *, sealed: bool
+) -> Iterator[tuple[Path, str]]:
+    """Yield what in a store contradicts the log: the file, and a sentence on it.
+
+    Args:
+        rank_directory: the rank.
+        streams: each with its rows.
+        dropped: by stream id, how many of its first rows have no tensor any more.
+        sealed: whether the store was finished, so that shapes, coordinates and indexes count.
+    """
+    for stream, rows in streams:
+        if stream.location is None:
+            continue
+        group = rank_directory / DIRECTORY / stream.location
+        layout = _Appending(stream, len(rows.step), group / "data")
+        begin = dropped.get(stream.id, 0)
+        for node in (group.parent.parent, group.parent, group):
+            yield from _document_faults(node / "zarr.json", _GROUP)
+        wanted = _array_metadata(stream, len(rows.step), one_row_a_step=rows.one_a_step)
+        if not sealed:
+            del wanted["shape"], wanted["dimension_names"]
+        yield from _document_faults(group / "data" / "zarr.json", wanted, dropped=bool(begin))
+        if not sealed:
+            continue
+        for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
+            wanted = _coordinate_metadata(_COORDINATES[name], len(values), rows.one_a_step)
+            yield from _document_faults(group / name / "zarr.json", wanted)
+            chunk = group / name / "c" / "0"
+            if len(values) and _bytes_of(chunk) != values.astype(_COORDINATES[name]).tobytes():
+                yield chunk, f"It is not the {name} of the records that the log has."
+        if not stream.nbytes:
+            continue
+        for shard in range(begin // layout.shard_rows, -(-len(rows.step) // layout.shard_rows)):
+            part = slice(shard * layout.shard_rows, (shard + 1) * layout.shard_rows)
+            path, body = layout.shard_path(shard), _shard_index(rows.offset[part], rows.nbytes[part], layout)
+            if _bytes_of(path, -len(body)) != body:
+                yield path, "Its index is not what the log says of its records."
+
+
+def _document_faults(path: Path, wanted: dict[str, Any], *, dropped: bool = False) -> Iterator[tuple[Path, str]]:
+    data = _bytes_of(path)
+    try:
+        found = json.loads(data.decode("utf-8")) if data is not None else None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        yield path, "It is missing." if data is None else "It is no JSON object."
+        return
+    if dropped and isinstance(found.get("attributes"), dict):
+        found["attributes"].pop("dropped_rows", None)
+        found["fill_value"] = wanted["fill_value"]
+    for name, value in wanted.items():
+        if found.get(name) != value:
+            yield path, f"It has {name!r} as {found.get(name)!r}, where {value!r} belongs."
+
+
+def _bytes_of(path: Path, begin: int = 0) -> bytes | None:
+    """Return a file from a byte on, counted from its end; None if it is not there, or shorter."""
+    try:
+        with path.open("rb") as file:
+            file.seek(begin, os.SEEK_END if begin else os.SEEK_SET)
+            return file.read()
+    except OSError:
+        return None
+
+
 def _location(stream: Stream) -> str:
     if stream.location is None:
         raise TraceDamaged(f"Stream {stream.id} ({stream.layer!r}, {stream.kind}) has no place in the store.")
@@ -243,11 +312,7 @@ def _location(stream: Stream) -> str:
 
 def _finish_shard(path: Path, offset: NDArray[np.int64], nbytes: NDArray[np.int64], layout: _Appending) -> None:
     """Write the shard's index behind its records, where it is not there yet."""
-    index = np.full((layout.shard_rows, 2), 2**64 - 1, "<u8")
-    index[: len(offset), 0] = offset
-    index[: len(offset), 1] = nbytes
-    body = index.tobytes()
-    body += struct.pack("<I", google_crc32c.value(body))
+    body = _shard_index(offset, nbytes, layout)
     end = int(offset[-1]) + (layout.stride if layout.codec is None else int(nbytes[-1]))
     with path.open("r+b") as file:
         file.seek(end)
@@ -257,13 +322,27 @@ def _finish_shard(path: Path, offset: NDArray[np.int64], nbytes: NDArray[np.int6
             file.write(body)
 
 
+def _shard_index(offset: NDArray[np.int64], nbytes: NDArray[np.int64], layout: _Appending) -> bytes:
+    index = np.full((layout.shard_rows, 2), 2**64 - 1, "<u8")
+    index[: len(offset), 0] = offset
+    index[: len(offset), 1] = nbytes
+    body = index.tobytes()
+    return body + struct.pack("<I", google_crc32c.value(body))
+
+
 def _write_group(path: Path) -> None:
     file = path / "zarr.json"
     if not file.exists():
-        write_whole(file, json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}))
+        write_whole(file, json.dumps(_GROUP))
 
 
 def _write_array(group: Path, stream: Stream, rows: int, *, one_row_a_step: bool) -> None:
+    (group / "data").mkdir(exist_ok=True)
+    metadata = _array_metadata(stream, rows, one_row_a_step=one_row_a_step)
+    write_whole(group / "data" / "zarr.json", json.dumps(metadata))
+
+
+def _array_metadata(stream: Stream, rows: int, *, one_row_a_step: bool) -> dict[str, Any]:
     inner = [1, *(max(1, n) for n in stream.shape)]
     names = ["step" if one_row_a_step else "row", *(f"d{i}" for i in range(len(stream.shape)))]
     little = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -283,21 +362,25 @@ def _write_array(group: Path, stream: Stream, rows: int, *, one_row_a_step: bool
     attributes = {name: as_attribute(getattr(stream, name)) for name in ("layer", "kind", "path")}
     shape = [rows, *stream.shape]
     outer = [rows_per_shard(stream.nbytes), *inner[1:]]
-    _write_metadata(group / "data", shape, outer, stream.dtype, _zero(stream.dtype), [sharding], names, attributes)
+    return _metadata(shape, outer, stream.dtype, _zero(stream.dtype), [sharding], names, attributes)
 
 
 def _write_coordinate(group: Path, name: str, values: NDArray[Any], one_row_a_step: bool) -> None:
     path = group / name
-    little = {"name": "bytes", "configuration": {"endian": "little"}}
-    dimension = ["step" if one_row_a_step else "row"]
     (path / "c").mkdir(parents=True, exist_ok=True)
     if len(values):
         (path / "c" / "0").write_bytes(values.astype(values.dtype.newbyteorder("<")).tobytes())
-    _write_metadata(path, [len(values)], [max(1, len(values))], values.dtype.name, 0, [little], dimension, {})
+    metadata = _coordinate_metadata(values.dtype.name, len(values), one_row_a_step)
+    write_whole(path / "zarr.json", json.dumps(metadata))
 
 
-def _write_metadata(
-    path: Path,
+def _coordinate_metadata(dtype: str, rows: int, one_row_a_step: bool) -> dict[str, Any]:
+    little = {"name": "bytes", "configuration": {"endian": "little"}}
+    dimension = ["step" if one_row_a_step else "row"]
+    return _metadata([rows], [max(1, rows)], dtype, 0, [little], dimension, {})
+
+
+def _metadata(
     shape: list[int],
     chunk: list[int],
     dtype: str,
@@ -305,25 +388,19 @@ def _write_metadata(
     codecs: list[dict[str, Any]],
     names: Iterable[str],
     attributes: dict[str, str],
-) -> None:
-    path.mkdir(exist_ok=True)
-    write_whole(
-        path / "zarr.json",
-        json.dumps(
-            {
-                "zarr_format": 3,
-                "node_type": "array",
-                "shape": shape,
-                "data_type": dtype,
-                "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-                "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-                "fill_value": fill_value,
-                "codecs": codecs,
-                "dimension_names": list(names),
-                "attributes": attributes,
-            }
-        ),
-    )
+) -> dict[str, Any]:
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": dtype,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+        "fill_value": fill_value,
+        "codecs": codecs,
+        "dimension_names": list(names),
+        "attributes": attributes,
+    }
 
 
 def _zero(dtype: str) -> object:

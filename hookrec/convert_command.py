@@ -1,0 +1,46 @@
+"""The command `hookrec convert`: a trace in another store, and how far it is while it is written."""
+
+import sys
+from pathlib import Path
+
+import click
+
+from replay.command_line import progress
+from replay.convert import convert
+from replay.format import CODECS
+from replay.stores import STORES
+
+_EXIT = """\b
+Exit status:
+  0  the copy has all that the original has
+  1  there is no copy; the same command goes on where it was interrupted
+  3  there is a copy, and tensors of the original were damaged: the copy has a note of each"""
+
+
+@click.command("convert", epilog=_EXIT)
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option("--store", type=click.Choice(STORES), default="zarr", show_default=True, help="The store of the copy.")
+@click.option(
+    "--compression",
+    type=click.Choice([*CODECS, "none"]),
+    default="none",
+    show_default=True,
+    help="How each tensor is compressed, without loss; the HDF5 store has none.",
+)
+def convert_trace(trace: Path, target: Path, store: str, compression: str) -> None:
+    """Write TRACE anew as TARGET, in another store or compression. TRACE stays as it is.
+
+    Until it is finished and verified the copy is TARGET.partial. After an interruption the same command goes on.
+    """
+    try:
+        with progress("records") as tell:
+            damaged = convert(trace, target, store, None if compression == "none" else compression, tell)
+    except OSError as error:
+        raise click.ClickException(f"{target} cannot be written: {error}.") from None
+    click.echo(
+        f"{target} is {trace} in the store {store}, compression {compression}; each tensor was read back", err=True
+    )
+    if damaged:
+        click.echo(f"{damaged:,} tensors of {trace} were damaged and are not in it; `replay info` has a note", err=True)
+        sys.exit(3)
