@@ -13,6 +13,7 @@ from replay.command_line import (
     filter_options,
     json_option,
     limit_option,
+    on_terminal,
     print_json,
     print_rows,
     say_if_empty,
@@ -21,15 +22,18 @@ from replay.command_line import (
 )
 
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
-
+_CURVE = 16
+"""Characters of a curve in a table."""
 
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
     "diff": "replay.diff_command:diff",
     "list": "replay.list_command:list_traces",
+    "plot": "replay.plot_command:plot",
     "sql": "replay.asking:sql",
     "tail": "replay.tailing:tail",
+    "trend": "replay.trend_command:trend",
     "verify": "replay.verify_command:verify_trace",
 }
 
@@ -160,10 +164,21 @@ def stats(
     limit: int,
     as_json: bool,
 ) -> None:
-    """Print records with their statistics, in the order of execution."""
+    """Print records with their statistics, in the order of execution.
+
+    On a terminal, with a curve of l2 over all steps; `replay trend` explains it.
+    """
     opened = replay.open(trace)
     table = opened.records(layers or None, kinds or None, step, where)
-    print_rows(table.slice(0, limit).to_pylist(), as_json, _COLUMNS)
+    rows, columns = table.slice(0, limit).to_pylist(), list(_COLUMNS)
+    if rows and on_terminal() and not as_json:
+        from replay.sparklines import curves, place_of
+        from replay.timelines import timelines
+
+        curve = curves(timelines(opened, "l2", {row["layer"] for row in rows}, kinds or None), "l2", _CURVE)
+        columns.append("l2 over steps")
+        rows = [{**row, "l2 over steps": curve[place_of(row)]} for row in rows]
+    print_rows(rows, as_json, columns)
     say_if_empty(table, opened)
     if len(table) > limit:
         click.echo(f"{len(table) - limit:,} more; --limit shows them.", err=True)
@@ -199,7 +214,11 @@ def first(trace: Path, where: str, as_json: bool) -> None:
 @click.option("--rank", default=0, show_default=True, type=click.IntRange(0, 2**62))
 @json_option
 def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -> None:
-    """Print one tensor: its statistics and its values, shortened."""
+    """Print one tensor: its statistics and its values, shortened.
+
+    On a terminal, with a curve of l2 over all steps, as of `replay trend`, and one of how its elements lie between
+    the smallest and the largest.
+    """
     import numpy as np
 
     opened = replay.open(trace)
@@ -215,6 +234,13 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
         return
     for name, value in record.items():
         click.echo(f"{name:9} {cell_text(value)}")
+    if on_terminal():
+        from replay.sparklines import curves, distribution, place_of
+        from replay.timelines import timelines
+
+        curve = curves(timelines(opened, "l2", layer, key["kind"]), "l2", 3 * _CURVE)[place_of(record)]
+        click.echo(f"{'over time':9} {curve}")
+        click.echo(f"{'elements':9} {distribution(tensor, 3 * _CURVE)}")
     click.echo(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
 
 

@@ -109,6 +109,11 @@ def say_if_empty(found: Sized, trace: replay.Trace) -> None:
         click.echo(f"No record is so. {trace.path} has {there}, kinds {', '.join(trace.kinds) or 'none'}.", err=True)
 
 
+def on_terminal() -> bool:
+    """Return whether a person reads what is printed."""
+    return sys.stdout.isatty()
+
+
 def print_json(value: object) -> None:
     """Print JSON; numbers that JSON lacks become null."""
     click.echo(json.dumps(finite(value), indent=1))
@@ -136,7 +141,7 @@ def print_rows(rows: Sequence[dict[str, Any]], as_json: bool, columns: Iterable[
         if any(row.get("path") for row in rows):
             names.insert(names.index("kind") + 1, "path")
     cells = [[cell_text(row[name]) for name in names] for row in rows]
-    if sys.stdout.isatty():
+    if on_terminal():
         from rich.console import Console
         from rich.table import Table
         from rich.text import Text

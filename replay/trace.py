@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from replay import notebook
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
@@ -67,6 +68,12 @@ class Trace:
             if number.isdigit() and directory.is_dir():
                 self._ranks.setdefault(int(number), _Rank(directory)).refresh()
         return self
+
+    def __repr__(self) -> str:
+        return f"<Trace {str(self.path)!r}: {notebook.trace_in_words(self)}>"
+
+    def _repr_html_(self) -> str:
+        return notebook.trace_as_html(self)
 
     def __enter__(self) -> Self:
         return self

@@ -79,6 +79,15 @@ def test_show_prints_the_values_of_a_tensor(trace):
     assert CliRunner().invoke(main, ["show", trace, "7"]).output.startswith("Error: Step 0 of")
 
 
+def test_show_has_curves_on_a_terminal(trace, monkeypatch):
+    plain = CliRunner().invoke(main, ["show", trace, "0"]).output
+    monkeypatch.setattr("replay.cli.on_terminal", lambda: True)
+
+    drawn = CliRunner().invoke(main, ["show", trace, "0"]).output
+
+    assert [line.split()[0] for line in drawn.splitlines() if line not in plain.splitlines()] == ["over", "elements"]
+
+
 def test_info_in_words_says_how_it_ended_and_what_it_cost(trace):
     result = CliRunner().invoke(main, ["info", trace])
 

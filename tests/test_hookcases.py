@@ -15,8 +15,9 @@ for file in sorted(Path(__file__).with_name("hookcases").glob("[a-z]*.py")):
 pytestmark = pytest.mark.usefixtures("deterministic")
 
 
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_is_recorded_as_its_replica_says(tmp_path, monkeypatch, name):
+def test_a_case_is_recorded_as_its_replica_says(tmp_path, monkeypatch, name, store):
     monkeypatch.setattr(hookrec.recorder, "WriterProcess", WriterInProcess)
 
-    assert judge(CASES[name], tmp_path / "a") == []
+    assert judge(CASES[name], tmp_path / "a", store) == []

@@ -208,7 +208,8 @@ def test_replay_brings_in_neither_torch_nor_hookrec():
 
 
 def test_replay_is_imported_within_300_milliseconds():
-    code = "import time; b = time.perf_counter(); import replay; print(time.perf_counter() - b)"
+    # Of the processor, since a busy machine says nothing of us.
+    code = "import time; b = time.process_time(); import replay; print(time.process_time() - b)"
     seconds = [float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3)]
     assert min(seconds) < 0.3
 

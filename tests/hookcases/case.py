@@ -106,6 +106,11 @@ class Replica:
         weight, bias = self.p[f"{layer}.weight"], self.p.get(f"{layer}.bias")
         return self.call(layer, lambda x: nn.functional.linear(x, weight, bias), x)
 
+    def descend(self, layer: str, rate: float) -> None:
+        """Say that SGD changes the parameters of a layer, whose gradients are set to zero afterwards."""
+        for name in [name for name in self._grads if name.startswith(f"{layer}.")]:
+            self.p[name] = self.p[name].detach().sub(self._grads.pop(name), alpha=rate).requires_grad_()
+
     def put(self, layer: str, kind: str, call: int, path: str, tensor: Tensor) -> None:
         """Say what one record is; a second gradient of the same thing is `@1`."""
         key, again = (self.step, layer, kind, call, path), 0
@@ -137,8 +142,8 @@ class Replica:
                 self.put(layer, "param_grad_acc", self._backwards[name], path, self._grads[name])
 
 
-def judge(build: Callable[[], Case], path: Path) -> list[str]:
-    """Record a case, and return what is wrong with it."""
+def judge(build: Callable[[], Case], path: Path, store: str) -> list[str]:
+    """Record a case to a store, and return what is wrong with it."""
     gc.collect()
     gc.disable()
     try:
@@ -151,7 +156,7 @@ def judge(build: Callable[[], Case], path: Path) -> list[str]:
         watched = _fresh(build)
         model = weakref.ref(watched.model)
         before = count_hooks(watched.model)
-        arguments = {"clock": "manual", "keep_free": 0, "ring": "16MB", **watched.attach}
+        arguments = {"clock": "manual", "store": store, "keep_free": 0, "ring": "16MB", **watched.attach}
         with hookrec.attach(watched.model, path, kinds=watched.kinds, **arguments) as recorder:
             found = _run(watched, recorder)
         kinds, near, note, also = watched.kinds, watched.near, watched.note, watched.also

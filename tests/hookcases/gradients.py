@@ -140,6 +140,34 @@ def two_losses_go_back_one_after_the_other() -> Case:
 
 
 @case
+def a_generator_and_a_discriminator_take_turns() -> Case:
+    """The second pass through the discriminator has the parameters that its optimizer made in mid-step."""
+    model = nn.ModuleDict({"generator": nn.Linear(2, 3), "discriminator": nn.Linear(3, 1)})
+    noise, real = torch.randn(5, 2), torch.randn(5, 3)
+    optimizers = {name: torch.optim.SGD(part.parameters(), 0.1) for name, part in model.items()}
+
+    def train(step: int) -> Tensor:
+        fake = model["generator"](noise)
+        optimizers["discriminator"].zero_grad()
+        (model["discriminator"](fake.detach()).exp() - model["discriminator"](real)).sum().backward()
+        optimizers["discriminator"].step()
+        optimizers["generator"].zero_grad()
+        loss = -model["discriminator"](fake).pow(2).sum()
+        loss.backward()
+        optimizers["generator"].step()
+        return loss
+
+    def right(replica: Replica) -> None:
+        fake = replica.linear("generator", noise)
+        judged = replica.linear("discriminator", fake.detach())
+        replica.backward((judged.exp() - replica.linear("discriminator", real)).sum())
+        replica.descend("discriminator", 0.1)
+        replica.backward(-replica.linear("discriminator", fake).pow(2).sum())
+
+    return Case(model, train, right)
+
+
+@case
 def a_backward_pass_that_reaches_only_some_parameters() -> Case:
     model, x = two_linears()
 
