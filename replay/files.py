@@ -72,7 +72,7 @@ class Files:
                 whole += 1
             parts = [parts[whole][written:], *parts[whole + 1 :]] if whole < len(parts) else []
 
-    def fill(self, path: Path, data: bytearray, offset: int) -> None:
+    def fill(self, path: Path, data: bytearray | memoryview, offset: int) -> None:
         """Read committed bytes from an offset on.
 
         Raises:

@@ -79,6 +79,7 @@ _NUMPY_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
+FIXED, RAGGED = "fixed", "ragged"
 CODECS = ("zstd", "lz4", "blosc")
 ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 DTYPES = frozenset(_NUMPY_NAMES + ML_DTYPES)
@@ -105,7 +106,8 @@ class Stream:
     """All records alike in (layer, kind, path, dtype, shape).
 
     `shape` is that of one record. `location` is the stream's place in the store; None where the
-    store holds no tensors of it. `codec` is how each record was compressed, None if it was not.
+    store holds no tensors of it. `codec` is how each record was compressed, None if it was not. `layout` says whether
+    the place is the stream's own, `FIXED`, or shared with streams that differ in shape alone, `RAGGED`.
     """
 
     id: int
@@ -116,6 +118,7 @@ class Stream:
     shape: tuple[int, ...]
     location: str | None
     codec: str | None = None
+    layout: str = FIXED
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +136,7 @@ class Stream:
                 "dtype": self.dtype,
                 "shape": list(self.shape),
                 "location": self.location,
-                "layout": "fixed",
+                "layout": self.layout,
                 "codec": self.codec,
             },
             ensure_ascii=True,
@@ -160,13 +163,17 @@ class Stream:
             layout, codec = found["layout"], found.get("codec")
         except (ValueError, KeyError, TypeError) as error:
             raise TraceDamaged(f"{where} has a line that is no stream: {line[:200]!r} ({error}).") from None
-        if layout != "fixed":
-            raise TraceDamaged(f"{where} has a stream of layout {layout!r}; format version {VERSION} knows 'fixed'.")
+        if layout not in (FIXED, RAGGED):
+            raise TraceDamaged(
+                f"{where} has a stream of layout {layout!r}; format version {VERSION} knows '{FIXED}', '{RAGGED}'."
+            )
         if codec not in (None, *CODECS):
             raise TraceDamaged(
                 f"{where} has a stream of codec {codec!r}; format version {VERSION} knows {', '.join(CODECS)}."
             )
-        stream = replace(stream, codec=codec)
+        if layout == RAGGED and codec is not None:
+            raise TraceDamaged(f"{where} has a stream of layout '{RAGGED}' with the codec {codec!r}; there is no such.")
+        stream = replace(stream, codec=codec, layout=layout)
         if stream.location is not None and not _stays_inside(stream.location):
             raise TraceDamaged(f"{where} has a stream whose location leaves the store: {stream.location!r}.")
         numpy_dtype(stream.dtype)

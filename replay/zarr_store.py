@@ -8,6 +8,7 @@ cache, which would cost the training a core. Others, and what is compressed, go 
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 from replay.codecs import compress, decompress, zarr_codec
 from replay.errors import TraceDamaged
 from replay.files import PAGE, VECTOR, Files, stride_of
-from replay.format import Placed, Rows, Stream, as_attribute, numpy_dtype
+from replay.format import RAGGED, Placed, Rows, Stream, as_attribute, numpy_dtype
+from replay.ragged import Appender, Member, Shards, place_faults, seal_place
 from replay.zarr_metadata import (
     GROUP,
     bytes_of,
@@ -53,14 +55,21 @@ class ZarrWriter:
 
     def __init__(self, rank_directory: Path) -> None:
         self._root = rank_directory / DIRECTORY
-        self._streams: dict[int, _Appending] = {}
+        self._streams: dict[int, _Appending | _Sharing] = {}
+        self._shared: dict[str, Appender] = {}
         self._files = Files(os.O_RDWR | os.O_CREAT)
         self._root.mkdir(parents=True, exist_ok=True)
         write_group(self._root)
 
     def add(self, stream: Stream, rows: int = 0) -> None:
         """Make the array of a stream that has `rows` committed rows already."""
-        group = self._root / _location(stream)
+        location = _location(stream)
+        group = self._root / location
+        if stream.layout == RAGGED:
+            if location not in self._shared:
+                self._shared[location] = Appender(group, stream, self._files)
+            self._streams[stream.id] = _Sharing(self._shared[location], stream.nbytes, rows)
+            return
         group.mkdir(parents=True, exist_ok=True)
         write_group(group.parent)
         write_group(group)
@@ -78,7 +87,7 @@ class ZarrWriter:
                 they end in is theirs.
 
         Returns:
-            Of each record its row, the byte where it begins in its shard, and its bytes there.
+            Of each record its row, the byte where it begins in its shard or shared array, and its bytes there.
 
         Raises:
             OSError: the file could not be written; no row is taken.
@@ -88,6 +97,10 @@ class ZarrWriter:
         if not stream.nbytes:
             stream.rows += count
             return [Placed(row, 0, 0) for row in range(first, first + count)]
+        if isinstance(stream, _Sharing):
+            offsets = stream.place.append(stream.nbytes, memory, places)
+            stream.rows += count
+            return [Placed(first + i, offset, stream.nbytes) for i, offset in enumerate(offsets)]
         placed: list[Placed] = []
         while len(placed) < count:
             done = len(placed)
@@ -132,6 +145,7 @@ class ZarrReader:
         self._root = rank_directory / DIRECTORY
         self._files = Files(os.O_RDONLY)
         self._layouts: dict[Stream, _Appending] = {}
+        self._shared: dict[str, Shards] = {}
 
     def read(self, stream: Stream, row: int, offset: int, nbytes: int) -> bytearray:
         """Return the bytes of a tensor.
@@ -139,12 +153,17 @@ class ZarrReader:
         Args:
             stream: what it is a record of.
             row: its row in the stream.
-            offset: the byte at which it begins in its shard.
+            offset: the byte at which it begins in its shard or shared array.
             nbytes: its bytes there.
 
         Raises:
             TraceDamaged: the file is missing or too short, or the bytes are no tensor.
         """
+        if stream.layout == RAGGED:
+            location = _location(stream)
+            if location not in self._shared:
+                self._shared[location] = Shards(self._root / location)
+            return self._shared[location].read(self._files, offset, nbytes)
         layout = self._layouts.get(stream)
         if layout is None:
             layout = self._layouts[stream] = _Appending(stream, 0, self._root / _location(stream) / "data")
@@ -166,9 +185,14 @@ def seal_streams(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
         rank_directory: the rank.
         streams: each with its rows.
     """
+    shared: dict[str, list[Member]] = {}
     for stream, rows in streams:
-        if stream.location is not None:
+        if stream.location is not None and stream.layout == RAGGED:
+            shared.setdefault(stream.location, []).append((stream, rows))
+        elif stream.location is not None:
             _seal_stream(rank_directory / DIRECTORY / stream.location, stream, rows)
+    for location, members in shared.items():
+        seal_place(rank_directory / DIRECTORY / location, members)
 
 
 def _seal_stream(group: Path, stream: Stream, rows: Rows) -> None:
@@ -189,7 +213,7 @@ def _seal_stream(group: Path, stream: Stream, rows: Rows) -> None:
 
 def shard_files(root: Path, stream: Stream) -> list[tuple[int, Path]]:
     """Return the shards of a stream that are there, in order: number and file."""
-    if stream.location is None:
+    if stream.location is None or stream.layout == RAGGED:
         return []
     layout = _Appending(stream, 0, root / stream.location / "data")
     try:
@@ -203,6 +227,15 @@ def forget_rows(root: Path, stream: Stream, rows: int) -> int:
     """Write into a sealed stream's array that its first rows will be dropped; return how many rows it has."""
     there: int = drop_first(root / _location(stream) / "data", stream.dtype, rows)["shape"][0]
     return there
+
+
+@dataclass(slots=True)
+class _Sharing:
+    """A stream that has no place of its own, of which there may be many: how many rows it has."""
+
+    place: Appender
+    nbytes: int
+    rows: int
 
 
 class _Appending:
@@ -244,8 +277,12 @@ def faults(
         dropped: by stream id, how many of its first rows have no tensor any more.
         sealed: whether the store was finished, so that shapes, coordinates and indexes count.
     """
+    shared: dict[str, list[Member]] = {}
     for stream, rows in streams:
         if stream.location is None:
+            continue
+        if stream.layout == RAGGED:
+            shared.setdefault(stream.location, []).append((stream, rows))
             continue
         group = rank_directory / DIRECTORY / stream.location
         layout = _Appending(stream, len(rows.step), group / "data")
@@ -268,6 +305,9 @@ def faults(
             path, body = layout.shard_path(shard), shard_index(layout.shard_rows, rows.offset[part], rows.nbytes[part])
             if bytes_of(path, -len(body)) != body:
                 yield path, "Its index is not what the log says of its records."
+    for location, members in shared.items():
+        begins = [dropped.get(stream.id, 0) for stream, _ in members]
+        yield from place_faults(rank_directory / DIRECTORY / location, members, begins, sealed=sealed)
 
 
 def _location(stream: Stream) -> str:
