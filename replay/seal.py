@@ -34,13 +34,25 @@ from replay.stores import seal_streams
 
 def read_streams(rank_directory: Path) -> list[Stream]:
     """Return the streams of a rank, in the order of their ids."""
+    return further_streams(rank_directory, 0, 0)[0]
+
+
+def further_streams(rank_directory: Path, count: int, begin: int) -> tuple[list[Stream], int]:
+    """Return the streams of a rank from one of them on, and the byte of the table at which the next will begin.
+
+    Args:
+        rank_directory: the rank.
+        count: how many streams are known.
+        begin: the byte of the table at which the first that is not known begins.
+    """
     path = rank_directory / STREAMS_FILE
+    lines, end = whole_lines(path, begin)
     streams = []
-    for number, line in enumerate(whole_lines(path)[0]):
+    for number, line in enumerate(lines, count):
         stream = Stream.from_json(line, path)
         check_location(stream, number, path)
         streams.append(stream)
-    return streams
+    return streams, end
 
 
 def rows_of(columns: Mapping[str, NDArray[Any]], streams: Iterable[Stream]) -> Iterator[tuple[Stream, Rows]]:
