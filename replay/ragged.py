@@ -203,9 +203,15 @@ def shards_of(members: Iterable[Member], dropped: Iterable[int]) -> list[int]:
     return sorted(found)
 
 
-def forget_tensors(group: Path, dtype: str, tensors: int) -> None:
-    """Write into a sealed place's array that so many of its tensors will be dropped."""
-    drop_first(group / "data", dtype, tensors)
+def tensors_before(member: Member, shards: int) -> int:
+    """Return how many tensors of a stream, from its first, begin in the first shards of its place."""
+    stream, rows = member
+    return int(np.searchsorted(rows.offset, shards * SHARD_BYTES)) if stream.nbytes else 0
+
+
+def forget_shards(group: Path, dtype: str, shards: int) -> None:
+    """Write into a sealed place's array that so many of its first shards will be dropped."""
+    drop_first(group / "data", dtype, shards * SHARD_BYTES // numpy_dtype(dtype).itemsize)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,9 @@ from replay.format import (
 from replay.log import Log, compact_all
 from replay.stores import seal_streams
 
+COLUMNS_OF_ROWS = ("stream", "kept", "row", "step", "call", "micro", "offset", "nbytes")
+"""The columns of the log that say what rows a stream has."""
+
 
 def read_streams(rank_directory: Path) -> list[Stream]:
     """Return the streams of a rank, in the order of their ids."""
@@ -59,7 +62,7 @@ def rows_of(columns: Mapping[str, NDArray[Any]], streams: Iterable[Stream]) -> I
     """Yield each stream with the rows that a rank's log has of it.
 
     Args:
-        columns: `stream`, `kept`, `row`, `step`, `call`, `micro`, `offset` and `nbytes` of the log.
+        columns: `COLUMNS_OF_ROWS` of the log.
         streams: which.
     """
     kept = np.flatnonzero(columns["kept"] == KEPT)
@@ -80,7 +83,7 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
         books: what recording cost and dropped, as far as it is known.
     """
     log = Log(rank_directory).refresh()
-    table = log.table(["step", "stream", "call", "micro", "kept", "row", "offset", "nbytes"])
+    table = log.table(COLUMNS_OF_ROWS)
     columns = {name: table[name].to_numpy() for name in table.column_names}
     seal_streams(rank_directory, rows_of(columns, read_streams(rank_directory)))
     compact_all(rank_directory)
