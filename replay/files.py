@@ -18,8 +18,15 @@ from replay.errors import TraceDamaged
 PAGE = 4096
 VECTOR = 1024
 """The most parts that one call writes: IOV_MAX."""
+DIRECT_BYTES = 65_536
+"""Records from this size on, and smaller ones of whole pages, begin on page borders and go by direct I/O."""
 
 _OPEN_FILES = 400
+
+
+def stride_of(nbytes: int) -> int:
+    """Return the bytes that a record takes in a file where it is not compressed: whole pages, if it goes directly."""
+    return nbytes if nbytes < DIRECT_BYTES else -(-nbytes // PAGE) * PAGE
 
 
 class Files:
@@ -65,7 +72,7 @@ class Files:
                 whole += 1
             parts = [parts[whole][written:], *parts[whole + 1 :]] if whole < len(parts) else []
 
-    def fill(self, path: Path, data: bytearray, offset: int) -> None:
+    def fill(self, path: Path, data: bytearray | memoryview, offset: int) -> None:
         """Read committed bytes from an offset on.
 
         Raises:

@@ -79,6 +79,7 @@ class WrittenTrace:
         columns["kept"][:], columns["row"][:], columns["offset"][:] = 1, -1, -1
         if self._store is not None:
             columns["kept"][:], columns["nbytes"][:] = 0, 4 * self._width
+            columns["numel"][:] = self._width
             for stream in self._streams:
                 data = [np.full(self._width, step, np.float32).tobytes() for step in steps]
                 mine = columns["stream"] == stream.id
