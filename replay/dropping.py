@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
-from replay.format import DROPPED_FILE, KEPT, Stream, write_whole
+from replay.format import DROPPED_FILE, KEPT, Stream, parsed, write_whole
 from replay.seal import read_streams
 from replay.zarr_store import DIRECTORY, forget_rows, rows_per_shard, shard_files
 
@@ -80,7 +80,7 @@ def read_dropped(rank_directory: Path) -> Dropped:
     """
     path = rank_directory / DROPPED_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
         rows = {int(stream): count for stream, count in found["streams"].items()}
         why, time, nbytes = found["why"], found["time"], found["bytes"]
         if not (isinstance(why, str) and isinstance(time, str)):

@@ -65,23 +65,28 @@ class Files:
                 whole += 1
             parts = [parts[whole][written:], *parts[whole + 1 :]] if whole < len(parts) else []
 
-    def fill(self, path: Path, data: bytearray, offset: int) -> None:
-        """Read committed bytes from an offset on.
+    def read(self, path: Path, offset: int, nbytes: int) -> bytearray:
+        """Return committed bytes from an offset on.
 
         Raises:
             TraceDamaged: they are not all there.
         """
-        into, got = memoryview(data), 0
+        got = 0
         try:
             fd = self._fd(path, direct=False)
+            # Looked at first, since a damaged number would have us take any amount of memory.
+            there = min(max(0, os.fstat(fd).st_size - offset), nbytes)
+            data = bytearray(there if offset >= 0 else 0)
+            into = memoryview(data)
             while got < len(into) and (n := os.preadv(fd, [into[got:]], offset + got)):
                 got += n
         except OSError as error:
             raise TraceDamaged(
                 f"{path} cannot be read: {error}. The records of other files can still be read."
             ) from error
-        if got != len(into):
-            raise TraceDamaged(f"{path} is too short: {len(into)} bytes were committed at {offset}, {got} are there.")
+        if got != nbytes:
+            raise TraceDamaged(f"{path} is too short: {nbytes} bytes were committed at {offset}, {got} are there.")
+        return data
 
     def drop(self, path: Path) -> None:
         """Close a file that will not be needed soon."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from replay.errors import TraceDamaged
 from replay.files import PAGE, VECTOR, Files
-from replay.format import ML_DTYPES, Placed, Rows, Stream, as_attribute, numpy_dtype, whole_lines
+from replay.format import ML_DTYPES, Placed, Rows, Stream, as_attribute, numpy_dtype, parsed, whole_lines
 
 MASTER = "tensors.h5"
 SEGMENTS_FILE = "segments.jsonl"
@@ -187,10 +187,7 @@ class Hdf5Reader:
         Raises:
             TraceDamaged: the file is missing or too short.
         """
-        data = bytearray(nbytes)
-        if nbytes:
-            self._files.fill(self._segment(stream, row), data, offset)
-        return data
+        return self._files.read(self._segment(stream, row), offset, nbytes) if nbytes else bytearray()
 
     def _segment(self, stream: Stream, row: int) -> Path:
         for look in (1, 2):
@@ -411,7 +408,7 @@ def _read_parts(rank_directory: Path) -> dict[int, list[_Part]]:
     path = rank_directory / SEGMENTS_FILE
     for line in whole_lines(path)[0]:
         try:
-            segment = json.loads(line)
+            segment = parsed(line)
             name = segment["file"]
             if not _SEGMENT.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a segment")

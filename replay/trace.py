@@ -397,7 +397,7 @@ class _Rank:
             order = np.lexsort((columns["step"], columns["stream"]))
             columns = {name: column[order] for name, column in columns.items()}
             ids, first = np.unique(columns.pop("stream"), return_index=True)
-            ends = [*first[1:].tolist(), len(order)]
+            ends = [*first[1:].tolist(), len(order)][: len(ids)]
             for number, begin, end in zip(ids.tolist(), first.tolist(), ends, strict=True):
                 part = {name: column[begin:end] for name, column in columns.items()}
                 self._places[number] = _Places(**part)

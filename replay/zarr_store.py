@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from replay.codecs import compress, decompress, zarr_codec
 from replay.errors import TraceDamaged
 from replay.files import PAGE, VECTOR, Files
-from replay.format import Placed, Rows, Stream, as_attribute, numpy_dtype, write_whole
+from replay.format import Placed, Rows, Stream, as_attribute, numpy_dtype, parsed, write_whole
 
 DIRECTORY = "tensors.zarr"
 DIRECT_BYTES = 65_536
@@ -146,10 +146,9 @@ class ZarrReader:
         layout = self._layouts.get(stream)
         if layout is None:
             layout = self._layouts[stream] = _Appending(stream, 0, self._root / _location(stream) / "data")
-        data = bytearray(nbytes)
+        data = bytearray()
         if nbytes:
-            path = layout.shard_path(row // layout.shard_rows)
-            self._files.fill(path, data, offset)
+            data = self._files.read(layout.shard_path(row // layout.shard_rows), offset, nbytes)
         return data if stream.codec is None else decompress(stream.codec, data, layout.nbytes)
 
     def close(self) -> None:
@@ -198,14 +197,22 @@ def forget_rows(root: Path, stream: Stream, rows: int) -> int:
     """Write into a sealed stream's array that its first rows will be dropped; return how many rows it has.
 
     To Zarr, a missing shard is full of the fill value: NaN from now on, where the dtype has one, rather than zero.
+
+    Raises:
+        TraceDamaged: the array is not what it should be; nothing was changed.
     """
     path = root / _location(stream) / "data" / "zarr.json"
-    metadata = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        metadata = parsed(path.read_bytes())
+        there = metadata["shape"][0]
+        if not isinstance(there, int) or there < 0:
+            raise TypeError(f"{there!r} is no number of rows")
+        metadata["attributes"]["dropped_rows"] = rows
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TraceDamaged(f"{path} does not say what the array has: {error!r}. Nothing of it is dropped.") from None
     if stream.dtype in ("float16", "float32", "float64"):
         metadata["fill_value"] = "NaN"
-    metadata["attributes"]["dropped_rows"] = rows
     write_whole(path, json.dumps(metadata))
-    there: int = metadata["shape"][0]
     return there
 
 
@@ -280,7 +287,7 @@ def faults(
 def _document_faults(path: Path, wanted: dict[str, Any], *, dropped: bool = False) -> Iterator[tuple[Path, str]]:
     data = _bytes_of(path)
     try:
-        found = json.loads(data.decode("utf-8")) if data is not None else None
+        found = parsed(data.decode("utf-8")) if data is not None else None
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -45,9 +45,9 @@ def train(model: nn.Module, steps: int, width: int = 64) -> list[float]:
 def ended(path) -> replay.Trace:
     """Open a trace once its writer is done."""
     deadline = time.monotonic() + 20
-    while (trace := replay.open(path)).status == "live" and time.monotonic() < deadline:
+    while replay.open(path).status == "live" and time.monotonic() < deadline:
         time.sleep(0.05)
-    return trace
+    return replay.open(path)  # what was committed between a look at the log and one at the lock is missing above
 
 
 def writer_of(recorder: hookrec.Recorder) -> subprocess.Popen:
