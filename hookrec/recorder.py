@@ -44,6 +44,7 @@ def attach(
     clock: str | Optimizer = "optimizer",
     max_bytes: str | int = "50GB",
     keep_free: float = 0.1,
+    durability: str = "process",
     restart: int = 1,
     flight: int | None = None,
     after: int = 5,
@@ -80,6 +81,9 @@ def attach(
             "forward" (a forward pass of the model begins a step) or "manual" (`step()`).
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system to leave free, likewise.
+        durability: what a step that is committed outlives: "process", the death of training and writer, by any signal;
+            "power", a loss of power as well, for which the writer waits for the disk before each commit. The training
+            waits for it only if the ring is full.
         restart: how many times another writer process is started when it dies; it goes on in the same trace.
         flight: flight mode: statistics of each step, and tensors only around a trigger: of its step, of so many
             recorded steps before it, and of `after` steps after it. An exception that ends the training and the death
@@ -111,6 +115,7 @@ def attach(
         clock=clock if isinstance(clock, str) else "given",
         max_bytes=max_bytes,
         keep_free=keep_free,
+        durability=durability,
         restart=restart,
         flight=flight,
         after=after,

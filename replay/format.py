@@ -19,6 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
+from replay.files import sync
 
 FORMAT = "hookrec-trace"
 VERSION = 1
@@ -275,11 +276,15 @@ def as_attribute(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all."""
+def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a small file so that it is there whole or not at all; if `durable`, after a loss of power as well."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
+    if durable:
+        sync(partial)
     os.replace(partial, path)
+    if durable:
+        sync(path.parent)
 
 
 def parsed(text: str | bytes) -> Any:

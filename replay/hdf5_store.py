@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from replay.errors import TraceDamaged
-from replay.files import PAGE, VECTOR, Files
+from replay.files import PAGE, VECTOR, Files, sync
 from replay.format import ML_DTYPES, Placed, Rows, Stream, as_attribute, numpy_dtype, parsed, whole_lines
 
 MASTER = "tensors.h5"
@@ -114,6 +114,11 @@ class Hdf5Writer:
         """Forget rows that will not be committed; their place is taken again."""
         self._rows[stream_id] = rows
 
+    def sync(self) -> None:
+        """Bring what was written since the last call to the disk itself."""
+        self._files.sync()
+        os.fdatasync(self._lines.fileno())
+
     def close(self) -> None:
         """Close the files. Sealing is done from the log."""
         self._files.close()
@@ -156,7 +161,10 @@ class Hdf5Writer:
         self._segment += 1
         partial = path.with_name(path.name + ".partial")
         offsets = _make_segment(partial, [(self._streams[number], count) for number, count in rows.items()])
+        # The line below must name nothing that a loss of power could take. A segment is rare, and next to empty.
+        sync(partial)
         partial.replace(path)
+        sync(self._directory)
         line: list[list[int]] = []
         for (number, count), offset in zip(rows.items(), offsets, strict=True):
             parts = self._known.setdefault(number, [])

@@ -18,6 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
+from replay.files import sync
 from replay.format import RECORD_SCHEMA, VERSION
 
 COMPACT_ROWS = 1 << 17
@@ -37,10 +38,15 @@ class LogWriter:
     """Appends commits to the log of one rank.
 
     Owned by the writer process. An existing log is continued: a torn last batch is cut off.
+
+    Args:
+        rank_directory: the rank.
+        durable: whether a commit is on the disk itself before `append` returns.
     """
 
-    def __init__(self, rank_directory: Path) -> None:
+    def __init__(self, rank_directory: Path, *, durable: bool = False) -> None:
         self._directory = rank_directory
+        self._durable = durable
         segments = segment_files(rank_directory)
         last = max(segments, default=-1)
         self._number = last + 1 if last < 0 or segments[last].suffix == ".parquet" else last
@@ -63,6 +69,9 @@ class LogWriter:
             self._write(RECORD_SCHEMA.serialize().to_pybytes())
         else:
             os.ftruncate(self._fd, self._length)
+        if self._durable:  # also what a writer that was killed has appended, and not brought there
+            os.fdatasync(self._fd)
+            sync(self._directory)
 
     # What pyarrow writes is collected, so that a commit reaches the file by one write.
     closed = False
@@ -85,6 +94,8 @@ class LogWriter:
             written = 0
             while written < len(data):
                 written += os.pwrite(self._fd, memoryview(data)[written:], self._length + written)
+            if self._durable:
+                os.fdatasync(self._fd)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._length)
@@ -142,7 +153,10 @@ def compact(path: Path) -> None:
             write_page_checksum=True,
             row_group_size=COMPACT_ROWS,
         )
+        file.flush()
+        os.fsync(file.fileno())  # what is removed below may have been on the disk for hours
     partial.replace(target)
+    sync(target.parent)
     path.unlink(missing_ok=True)
 
 

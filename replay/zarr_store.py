@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from replay.codecs import compress, decompress, zarr_codec
 from replay.errors import TraceDamaged
-from replay.files import PAGE, VECTOR, Files
+from replay.files import PAGE, VECTOR, Files, sync
 from replay.format import Placed, Rows, Stream, as_attribute, numpy_dtype, parsed, write_whole
 
 DIRECTORY = "tensors.zarr"
@@ -55,6 +55,8 @@ class ZarrWriter:
         self._files = Files(os.O_RDWR | os.O_CREAT)
         self._root.mkdir(parents=True, exist_ok=True)
         _write_group(self._root)
+        self._new: list[Path] = [self._root]
+        self._known: set[Path] = set()  # files whose names are on the disk itself
 
     def add(self, stream: Stream, rows: int = 0) -> None:
         """Make the array of a stream that has `rows` committed rows already."""
@@ -65,6 +67,7 @@ class ZarrWriter:
         _write_array(group, stream, rows, one_row_a_step=False)
         (group / "data" / "c").mkdir(exist_ok=True)
         self._streams[stream.id] = _Appending(stream, rows, group / "data")
+        self._new += [group.parent, group, group / "data"]
 
     def append(self, stream_id: int, memory: memoryview, places: Sequence[int]) -> list[Placed]:
         """Write records of a stream.
@@ -117,6 +120,22 @@ class ZarrWriter:
     def rewind(self, stream_id: int, rows: int) -> None:
         """Forget rows that will not be committed; their place is taken again."""
         self._streams[stream_id].rows = rows
+
+    def sync(self) -> None:
+        """Bring what was written since the last call to the disk itself, and the names of what is new."""
+        new = self._files.sync() - self._known
+        self._known |= new
+        metadata = {node / "zarr.json" for node in self._new}
+        folders = {
+            folder for path in new | metadata for folder in path.parents if self._root in (folder, *folder.parents)
+        }
+        for path in metadata:
+            sync(path)
+        for folder in sorted(folders, reverse=True):
+            sync(folder)
+        if folders:
+            sync(self._root.parent)
+        self._new.clear()
 
     def close(self) -> None:
         """Close the files. Sealing is done from the log: `seal_streams`."""

@@ -90,6 +90,7 @@ def test_a_dropped_step_leaves_the_tensors_of_the_step_before(tmp_path):
 
     (tmp_path / "rank-00000").mkdir()
     plan = {"tensors": True, "store": "zarr", "compression": None, "max_bytes": 1 << 40, "keep_free": 0}
+    plan["durability"] = "process"
     one = writer.Writer(tmp_path / "rank-00000", plan, memory)
     one.take([part(0, 1, {"streams": [stream], "commit": True}), part(1, 2, {})])
     one.take([part(1, 3, {"commit": True, "drop_tensors": True})])
