@@ -142,8 +142,8 @@ class Ring:
         self._transmitted = 0  # number of the last message that the socket has taken whole
         self._transmitted_bytes = 0  # of the one after it
         self.rows = bytearray(_ROWS_A_PART * ROW_BYTES)
-        self.count = 0
-        self.facts: dict[str, Any] = {}
+        self._rows = 0  # that were written since the beginning
+        self._facts: dict[int, dict[str, Any]] = {}  # by the number of the message that they go with
         self.wait_s = 0.0
         self.high_water_bytes = 0
         self.step_bytes = 0
@@ -151,6 +151,23 @@ class Ring:
         self._floor = 0  # what lies below was passed over while the ring was empty
         self._sent = 0
         self._part_bytes = max(self.size // 16, MINIMUM_BYTES // 4)
+
+    # What belongs to the part that is being filled is told by the last message, so that to append one begins the next
+    # part: an interrupt must not come between, or a part would be sent twice, or its facts not at all.
+
+    @property
+    def count(self) -> int:
+        """How many rows the part has that is being filled."""
+        return self._rows - self._messages[-1].rows
+
+    @count.setter
+    def count(self, count: int) -> None:
+        self._rows = self._messages[-1].rows + count
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What is said with the part that is being filled."""
+        return self._facts.setdefault(self._messages[-1].number + 1, {})
 
     def _connect(self) -> None:
         self._socket, self.writer_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -242,10 +259,9 @@ class Ring:
         last = self._messages[-1]
         scalars = last.scalars + len(self.facts.get("scalars", ()))
         self.acknowledged()
-        self.facts = {}
         self._sent = self._head
         self._messages.append(Sent(last.number + 1, last.rows + self.count, scalars, data))
-        self.count = 0
+        self._facts.pop(last.number + 1, None)
         if not self._transmit():
             self.replace_writer()
 
