@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookrec.clock import check as check_clock
-from hookrec.control import heard, unheard
+from hookrec.control import heard, unheard, working_directory
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.ops import check as check_ops
@@ -119,7 +119,7 @@ def attach(
         trigger_limit=trigger_limit,
         signals=signals,
     )
-    return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
+    return Recorder(_as_models(model), _absolute(path), plan, clock)
 
 
 class Recorder:
@@ -308,6 +308,15 @@ def _as_models(model: nn.Module | Mapping[str, nn.Module]) -> Mapping[str, nn.Mo
     )
 
 
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(os.path.abspath(path))
+    except OSError:
+        raise AttachError(
+            f"{path} is relative, and the working directory of this process is gone. Give an absolute path."
+        ) from None
+
+
 def _make_directories(path: Path, undo: contextlib.ExitStack) -> Path:
     """Make the directories of the trace and of this process's rank.
 
@@ -349,14 +358,20 @@ def _rank() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        try:
+            return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        except ValueError:
+            raise AttachError(
+                f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} in the environment are no "
+                "numbers. Unset them, or start by torchrun, which sets both."
+            ) from None
     return 0, 1
 
 
 def _identity() -> dict[str, Any]:
     return {
         "command": sys.orig_argv,
-        "cwd": str(Path.cwd()),
+        "cwd": working_directory(),
         "packages": {"torch": torch.__version__},
         "seed": torch.initial_seed(),
     }
