@@ -159,6 +159,7 @@ class Recorder:
         self._waiting = threading.Lock()
         self._signals = Signals(plan.signals, self._recording.trigger_soon)
         self._waited = False
+        self._left = False
         if (why := heard(self)) is not None:
             self._recording.note(None, f"this recording cannot be controlled from outside: {why}")
         # This also keeps a recorder alive that nobody holds: hookrec.attach(model, path) as a line of its own records.
@@ -278,6 +279,7 @@ class Recorder:
         self._detach(None)
 
     def _detach(self, error: BaseException | None) -> None:
+        self._left = True
         unheard(self)
         self._signals.close()
         if error is None:
@@ -290,7 +292,8 @@ class Recorder:
         self._detach(getattr(sys, "last_value", None))
 
     def _check_attached(self, what: str) -> None:
-        if self._waited:
+        # Whoever detaches from outside ends no training that goes on to log.
+        if self._left and self._waited:
             raise DetachedError(
                 f"{what}() after detach(): the trace at {self.path} is finished. attach() again, to another path."
             )

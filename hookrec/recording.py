@@ -151,6 +151,8 @@ class Recording:
         forward pass a number belongs to the step that ended, unless that step has one of this name.
         """
         with self._capture.lock:
+            if not self.active:
+                return
             if self._between and name not in self._logged:
                 self._logged.add(name)
                 self._add_scalars(self.step_number - 1, {name: value})
@@ -160,6 +162,8 @@ class Recording:
     def trigger(self, by: str, why: str) -> None:
         """Take a trigger; like a number it belongs to the step that ended, until the next forward pass."""
         with self._capture.lock:
+            if not self.active:
+                return
             step = self.step_number - self._between
             self._ring.facts.setdefault("triggers", []).append({"step": step, "by": by, "why": why})
 
