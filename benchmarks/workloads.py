@@ -38,7 +38,9 @@ class _Block(nn.Module):
         return x + self.down(self.act(self.up(self.norm2(x))))
 
 
-class _GPT(nn.Module):
+class GPT(nn.Module):
+    """A transformer that predicts the next token."""
+
     def __init__(self, vocabulary: int = 512, width: int = 256, depth: int = 6, context: int = 128) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
@@ -46,6 +48,7 @@ class _GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits of the next token at each place."""
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -55,7 +58,7 @@ class _GPT(nn.Module):
 def gpt() -> Workload:
     """Return a small transformer, and its loss on fixed data."""
     torch.manual_seed(0)
-    model, tokens = _GPT(), torch.randint(0, 512, (8, 128))
+    model, tokens = GPT(), torch.randint(0, 512, (8, 128))
     return model, lambda: functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 

@@ -32,6 +32,14 @@ _LINGER_S = 3.0
 _ANSWERS = 64
 
 
+def working_directory() -> str:
+    """Return the working directory; an empty string if it has been removed."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:
+        return ""
+
+
 class Refused(HookrecError):
     """What was asked for cannot be done; says why."""
 
@@ -71,7 +79,7 @@ class Listener:
     """Listens at a socket, as long as somebody wants it."""
 
     def __init__(self) -> None:
-        self._recorders: list[Controlled] = []
+        self._recorders: list[Controlled] = []  # changed by single operations, since several threads may
         self._always = False
         self._socket: socket.socket | None = None
         self._path: Path | None = None
@@ -109,7 +117,8 @@ class Listener:
 
     def remove(self, recorder: Controlled) -> None:
         """Listen no longer for a recorder; the last one closes the socket."""
-        self._recorders = [other for other in self._recorders if other is not recorder]
+        with contextlib.suppress(ValueError):
+            self._recorders.remove(recorder)
         if not self._recorders and not self._always:
             self.close()
 
@@ -227,7 +236,7 @@ class Listener:
         return {
             "pid": os.getpid(),
             "command": sys.orig_argv,
-            "cwd": os.getcwd(),  # noqa: PTH109
+            "cwd": working_directory(),
             "python": platform.python_version(),
             "torch": getattr(sys.modules.get("torch"), "__version__", None),
             "since": self._since,

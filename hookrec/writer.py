@@ -30,8 +30,9 @@ from hookrec.resume import Message, Predecessor
 from hookrec.ring import KEPT, LIMIT, MESSAGE, PAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
 from replay import format as trace_format
 from replay.files import sync
-from replay.format import STATISTICS, Locations, Placed, Stream
+from replay.format import STATISTICS, Placed, Stream
 from replay.log import LogWriter
+from replay.places import Places
 from replay.seal import locked, seal
 from replay.stores import open_writer
 
@@ -78,7 +79,7 @@ class Writer:
         self._durable = plan["durability"] == "power"
         self._log = LogWriter(directory, durable=self._durable)
         self._store = open_writer(plan["store"], directory) if plan["tensors"] else None
-        self._locations = Locations(s.location for s in before.streams if s.location) if before else Locations()
+        self._places = Places(plan["store"], before.streams if before else ())
         self._streams = 0
         self._streams_file = _appending(directory / trace_format.STREAMS_FILE)
         self._scalars_file = _appending(directory / trace_format.SCALARS_FILE)
@@ -153,11 +154,10 @@ class Writer:
 
     def _add_streams(self, streams: Any) -> None:
         for found in streams:
-            location = None
-            if self._store is not None:
-                location = self._locations.new(found["layer"], found["kind"], found["path"])
             shape, codec = tuple(found["shape"]), self._plan["compression"]
-            stream = Stream(id=self._streams, location=location, **{**found, "shape": shape, "codec": codec})
+            stream = Stream(id=self._streams, location=None, **{**found, "shape": shape, "codec": codec})
+            if self._store is not None:
+                stream = self._places.place(stream)
             self._streams_file.write(stream.to_json() + "\n")
             self._add_to_store(stream)
         if streams:

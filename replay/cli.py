@@ -25,6 +25,8 @@ _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "me
 _CURVE = 16
 """Characters of a curve in a table."""
 
+_FEW_SHAPES = 3
+
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
@@ -134,7 +136,10 @@ def _lines(value: object) -> list[str]:
 @filter_options
 @json_option
 def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str | None, as_json: bool) -> None:
-    """List what is recorded of each layer: kinds, dtypes, shapes, how many records."""
+    """List what is recorded of each layer: kinds, dtypes, shapes, how many records.
+
+    Where there are more than three shapes of a tensor, they are in one line; --json has a line for each.
+    """
     opened = replay.open(trace)
     table = opened.records(layers or None, kinds or None, where=where)
     key = ("layer", "kind", "path", "dtype", "shape")
@@ -145,8 +150,24 @@ def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str 
         entry[1] += kept
         entry[2:] = min(entry[2], step), max(entry[3], step)
     rows = [dict(zip((*key, "records", "tensors", "first", "last"), (*k, *v), strict=True)) for k, v in found.items()]
-    print_rows(rows, as_json)
+    print_rows(rows if as_json else _joined_shapes(rows), as_json)
     say_if_empty(rows, opened)
+
+
+def _joined_shapes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines that differ in shape alone as one, where they are more than a reader wants to see."""
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        alike.setdefault(tuple(row[name] for name in ("layer", "kind", "path", "dtype")), []).append(row)
+    joined = []
+    for lines in alike.values():
+        if len(lines) <= _FEW_SHAPES:
+            joined += lines
+            continue
+        sums = {name: sum(line[name] for line in lines) for name in ("records", "tensors")}
+        ends = {"first": min(line["first"] for line in lines), "last": max(line["last"] for line in lines)}
+        joined.append({**lines[0], "shape": f"{len(lines)} shapes", **sums, **ends})
+    return joined
 
 
 @main.command()

@@ -26,6 +26,7 @@ from replay.format import (
     CODECS,
     DROPPED_FILE,
     END_FILE,
+    FIXED,
     KEPT,
     LOCK_FILE,
     NOTES_FILE,
@@ -39,6 +40,7 @@ from replay.format import (
 from replay.hdf5_store import MASTER, SEGMENTS_FILE
 from replay.log import Log, LogWriter
 from replay.log_segments import segments_of
+from replay.places import Places
 from replay.seal import locked, read_streams, seal
 from replay.stores import STORES, StoreReader, StoreWriter, open_reader, open_writer
 from replay.trace import open as open_trace
@@ -160,7 +162,9 @@ class _Rank:
         self._store = store
         self._dropped = read_dropped(source)
         self._old = read_streams(source)
-        self._new = [dataclasses.replace(stream, codec=compression) for stream in self._old]
+        places = Places(store)
+        recoded = [dataclasses.replace(stream, codec=compression, layout=FIXED) for stream in self._old]
+        self._new = [stream if stream.location is None else places.place(stream) for stream in recoded]
 
     def write(self) -> Iterator[int]:
         """Write tensors and log; yield how many records are there."""

@@ -19,8 +19,15 @@ from replay.errors import TraceDamaged
 PAGE = 4096
 VECTOR = 1024
 """The most parts that one call writes: IOV_MAX."""
+DIRECT_BYTES = 65_536
+"""Records from this size on, and smaller ones of whole pages, begin on page borders and go by direct I/O."""
 
 _OPEN_FILES = 400
+
+
+def stride_of(nbytes: int) -> int:
+    """Return the bytes that a record takes in a file where it is not compressed: whole pages, if it goes directly."""
+    return nbytes if nbytes < DIRECT_BYTES else -(-nbytes // PAGE) * PAGE
 
 
 class Files:
@@ -85,22 +92,32 @@ class Files:
         Raises:
             TraceDamaged: they are not all there.
         """
-        got = 0
+        # Looked at first, since a damaged number would have us take any amount of memory.
+        with contextlib.suppress(OSError):
+            there = os.fstat(self._fd(path, direct=False)).st_size
+            if offset < 0 or there - offset < nbytes:
+                raise _too_short(path, offset, nbytes, max(0, there - offset))
+        data = bytearray(nbytes)
+        self.fill(path, data, offset)
+        return data
+
+    def fill(self, path: Path, data: bytearray | memoryview, offset: int) -> None:
+        """Read committed bytes from an offset on into memory that is there.
+
+        Raises:
+            TraceDamaged: they are not all there.
+        """
+        into, got = memoryview(data), 0
         try:
             fd = self._fd(path, direct=False)
-            # Looked at first, since a damaged number would have us take any amount of memory.
-            there = min(max(0, os.fstat(fd).st_size - offset), nbytes)
-            data = bytearray(there if offset >= 0 else 0)
-            into = memoryview(data)
             while got < len(into) and (n := os.preadv(fd, [into[got:]], offset + got)):
                 got += n
         except OSError as error:
             raise TraceDamaged(
                 f"{path} cannot be read: {error}. The records of other files can still be read."
             ) from error
-        if got != nbytes:
-            raise TraceDamaged(f"{path} is too short: {nbytes} bytes were committed at {offset}, {got} are there.")
-        return data
+        if got != len(into):
+            raise _too_short(path, offset, len(into), got)
 
     def drop(self, path: Path) -> None:
         """Close a file that will not be needed soon."""
@@ -129,6 +146,10 @@ class Files:
             fd = os.open(path, self._flags, 0o666)  # a file system without direct I/O
         self._fds[key] = fd
         return fd
+
+
+def _too_short(path: Path, offset: int, nbytes: int, there: int) -> TraceDamaged:
+    return TraceDamaged(f"{path} is too short: {nbytes} bytes were committed at {offset}, {there} are there.")
 
 
 def sync(path: Path) -> None:

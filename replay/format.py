@@ -10,7 +10,8 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,11 +82,13 @@ _NUMPY_NAMES = (
     *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
 )
+FIXED, RAGGED = "fixed", "ragged"
 CODECS = ("zstd", "lz4", "blosc")
 ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 DTYPES = frozenset(_NUMPY_NAMES + ML_DTYPES)
 
 
+@cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
     """Return the numpy dtype of a dtype's name; of `ml_dtypes` where numpy has none.
 
@@ -102,12 +105,17 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     raise TraceDamaged(f"The trace names a dtype {name!r} that format version {VERSION} does not have.")
 
 
+_STREAMS_ALIKE = 1 << 12
+"""Where streams are many they differ in shape alone, so what is worked out of their names is kept."""
+
+
 @dataclass(frozen=True)
 class Stream:
     """All records alike in (layer, kind, path, dtype, shape).
 
     `shape` is that of one record. `location` is the stream's place in the store; None where the
-    store holds no tensors of it. `codec` is how each record was compressed, None if it was not.
+    store holds no tensors of it. `codec` is how each record was compressed, None if it was not. `layout` says whether
+    the place is the stream's own, `FIXED`, or shared with streams that differ in shape alone, `RAGGED`.
     """
 
     id: int
@@ -118,6 +126,7 @@ class Stream:
     shape: tuple[int, ...]
     location: str | None
     codec: str | None = None
+    layout: str = FIXED
 
     @property
     def nbytes(self) -> int:
@@ -135,7 +144,7 @@ class Stream:
                 "dtype": self.dtype,
                 "shape": list(self.shape),
                 "location": self.location,
-                "layout": "fixed",
+                "layout": self.layout,
                 "codec": self.codec,
             },
             ensure_ascii=True,
@@ -156,19 +165,25 @@ class Stream:
                 kind=_string(found["kind"]),
                 path=_string(found["path"]),
                 dtype=_string(found["dtype"]),
-                shape=tuple(_integer(n) for n in found["shape"]),
+                shape=tuple(map(_integer, found["shape"])),
                 location=None if found["location"] is None else _string(found["location"]),
+                codec=found.get("codec"),
+                layout=found["layout"],
             )
-            layout, codec = found["layout"], found.get("codec")
         except (ValueError, KeyError, TypeError) as error:
             raise TraceDamaged(f"{where} has a line that is no stream: {line[:200]!r} ({error}).") from None
-        if layout != "fixed":
-            raise TraceDamaged(f"{where} has a stream of layout {layout!r}; format version {VERSION} knows 'fixed'.")
-        if codec not in (None, *CODECS):
+        if stream.layout not in (FIXED, RAGGED):
             raise TraceDamaged(
-                f"{where} has a stream of codec {codec!r}; format version {VERSION} knows {', '.join(CODECS)}."
+                f"{where} has a stream of layout {stream.layout!r}; format version {VERSION} knows {FIXED}, {RAGGED}."
             )
-        stream = replace(stream, codec=codec)
+        if stream.codec not in (None, *CODECS):
+            raise TraceDamaged(
+                f"{where} has a stream of codec {stream.codec!r}; format version {VERSION} knows {', '.join(CODECS)}."
+            )
+        if stream.layout == RAGGED and stream.codec is not None:
+            raise TraceDamaged(
+                f"{where} has a stream of layout {RAGGED!r} and codec {stream.codec!r}; there is no such."
+            )
         if stream.location is not None and not _stays_inside(stream.location):
             raise TraceDamaged(f"{where} has a stream whose location leaves the store: {stream.location!r}.")
         numpy_dtype(stream.dtype)
@@ -210,6 +225,7 @@ def _string(value: object) -> str:
     return value
 
 
+@lru_cache(_STREAMS_ALIKE)
 def _stays_inside(location: str) -> bool:
     parts = location.split("/")
     return not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in parts)
@@ -227,7 +243,7 @@ def check_location(stream: Stream, number: int, where: Path) -> None:
         raise TraceDamaged(f"{where} has stream {stream.id} in the place of stream {number}. Put it back from a copy.")
     if stream.location is None:
         return
-    wanted = Locations().new(stream.layer, stream.kind, stream.path)
+    wanted = _first_location(stream.layer, stream.kind, stream.path)
     rest = stream.location.removeprefix(wanted)
     if not stream.location.startswith(wanted) or not re.fullmatch(r"(~\d+)?", rest):
         raise TraceDamaged(
@@ -244,13 +260,18 @@ class Locations:
 
     def new(self, layer: str, kind: str, path: str) -> str:
         """Return a location for a further stream of (layer, kind, path)."""
-        wanted = f"{escape(layer)}/{escape(f'{kind}.{path}' if path else kind)}"
+        wanted = _first_location(layer, kind, path)
         location, variant = wanted, 1
         while location.casefold() in self._taken:
             variant += 1
             location = f"{wanted}~{variant}"
         self._taken.add(location.casefold())
         return location
+
+
+@lru_cache(_STREAMS_ALIKE)
+def _first_location(layer: str, kind: str, path: str) -> str:
+    return f"{escape(layer)}/{escape(f'{kind}.{path}' if path else kind)}"
 
 
 _UNSAFE = re.compile(rb'[\x00-\x1f\x7f/\\%~:*?"<>|]|^[. ]|[. ]$|^_(?=_)')

@@ -32,23 +32,38 @@ from replay.format import (
 from replay.log import Log, compact_all
 from replay.stores import seal_streams
 
+COLUMNS_OF_ROWS = ("stream", "kept", "row", "step", "call", "micro", "offset", "nbytes")
+"""The columns of the log that say what rows a stream has."""
+
 
 def read_streams(rank_directory: Path) -> list[Stream]:
     """Return the streams of a rank, in the order of their ids."""
+    return further_streams(rank_directory, 0, 0)[0]
+
+
+def further_streams(rank_directory: Path, count: int, begin: int) -> tuple[list[Stream], int]:
+    """Return the streams of a rank from one of them on, and the byte of the table at which the next will begin.
+
+    Args:
+        rank_directory: the rank.
+        count: how many streams are known.
+        begin: the byte of the table at which the first that is not known begins.
+    """
     path = rank_directory / STREAMS_FILE
+    lines, end = whole_lines(path, begin)
     streams = []
-    for number, line in enumerate(whole_lines(path)[0]):
+    for number, line in enumerate(lines, count):
         stream = Stream.from_json(line, path)
         check_location(stream, number, path)
         streams.append(stream)
-    return streams
+    return streams, end
 
 
 def rows_of(columns: Mapping[str, NDArray[Any]], streams: Iterable[Stream]) -> Iterator[tuple[Stream, Rows]]:
     """Yield each stream with the rows that a rank's log has of it.
 
     Args:
-        columns: `stream`, `kept`, `row`, `step`, `call`, `micro`, `offset` and `nbytes` of the log.
+        columns: `COLUMNS_OF_ROWS` of the log.
         streams: which.
     """
     kept = np.flatnonzero(columns["kept"] == KEPT)
@@ -70,7 +85,7 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
         durable: whether all is brought to the disk itself before it counts as finished.
     """
     log = Log(rank_directory).refresh()
-    table = log.table(["step", "stream", "call", "micro", "kept", "row", "offset", "nbytes"])
+    table = log.table(COLUMNS_OF_ROWS)
     columns = {name: table[name].to_numpy() for name in table.column_names}
     seal_streams(rank_directory, rows_of(columns, read_streams(rank_directory)))
     compact_all(rank_directory)

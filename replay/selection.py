@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from replay import notebook
 from replay.errors import BadQuery, MissingPackage, NotRecorded
 from replay.filters import Names, Steps
 from replay.format import ML_DTYPES, Locations, numpy_dtype
@@ -35,6 +36,9 @@ class Selection:
     kinds: Names = None
     steps: Steps = None
     where: str | None = None
+
+    def _repr_html_(self) -> str:
+        return notebook.selection_as_html(self)
 
     def stats(self) -> pa.Table:
         """Return the records with their statistics, as `Trace.records` does."""

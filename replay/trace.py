@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
+from replay import notebook
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
@@ -23,7 +24,7 @@ from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
 from replay.query import Part, answer, modules_of, rows_where
 from replay.records import described
-from replay.seal import is_locked, is_sealed, read_streams
+from replay.seal import further_streams, is_locked, is_sealed
 from replay.selection import Selection
 from replay.stores import open_reader
 
@@ -67,6 +68,12 @@ class Trace:
             if number.isdigit() and directory.is_dir():
                 self._ranks.setdefault(int(number), _Rank(directory)).refresh()
         return self
+
+    def __repr__(self) -> str:
+        return f"<Trace {str(self.path)!r}: {notebook.trace_in_words(self)}>"
+
+    def _repr_html_(self) -> str:
+        return notebook.trace_as_html(self)
 
     def __enter__(self) -> Self:
         return self
@@ -208,12 +215,12 @@ class Trace:
         if rank not in self._ranks:
             raise NotRecorded(f"{self.path} has no rank {rank}; it has {', '.join(map(str, self.ranks)) or 'none'}.")
         part = self._ranks[rank]
-        for stream in part.by_key.get((layer, kind, path), ()):
-            places = part.places(stream)
+        if (places := part.places(layer, kind, path)) is not None:
             first, last = np.searchsorted(places.step, (step, step + 1))
             hits = first + np.flatnonzero(places.call[first:last] == call)
             if len(hits):
-                return self._read(part, stream, places, int(hits[-1]), step)
+                at = int(hits[-1])
+                return self._read(part, part.streams[places.stream[at]], places, at, step)
         raise self._not_found(part, step, layer, kind, call, path)
 
     def _read(self, part: "_Rank", stream: Stream, places: "_Places", at: int, step: int) -> NDArray[Any]:
@@ -329,8 +336,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the records of a stream are, sorted by step: arrays of shape `(records,)`."""
+    """Where the records of (layer, kind, path) are, sorted by step: arrays of shape `(records,)`.
 
+    Not those of a stream: a training with dynamic padding has one for each length.
+    """
+
+    stream: NDArray[np.int32]
     step: NDArray[np.int64]
     call: NDArray[np.int32]
     kept: NDArray[np.uint8]
@@ -349,7 +360,9 @@ class _Rank:
         self.log = Log(directory)
         self.store = open_reader(directory)
         self.streams: list[Stream] = []
-        self.by_key: dict[tuple[str, str, str], list[Stream]] = {}
+        self._streams_end = 0  # the byte behind the last line of the table that was read
+        self._keys: dict[tuple[str, str, str], int] = {}
+        self._key_of_stream: list[int] = []
         self.dropped = Dropped()
         self._places: dict[int, _Places] = {}
         self._steps: NDArray[np.int64] | None = None
@@ -357,10 +370,11 @@ class _Rank:
     def refresh(self) -> None:
         self.log.refresh()
         self.dropped = read_dropped(self.directory)
-        self.streams = read_streams(self.directory)
-        self.by_key = {}
-        for stream in self.streams:
-            self.by_key.setdefault((stream.layer, stream.kind, stream.path), []).append(stream)
+        new, self._streams_end = further_streams(self.directory, len(self.streams), self._streams_end)
+        self.streams = [*self.streams, *new]
+        for stream in new:
+            key = stream.layer, stream.kind, stream.path
+            self._key_of_stream.append(self._keys.setdefault(key, len(self._keys)))
         self._places, self._steps = {}, None
 
     def status(self) -> str:
@@ -386,24 +400,31 @@ class _Rank:
             self._steps = np.unique(self.log.table(["step"])["step"].to_numpy())
         return self._steps
 
-    def places(self, stream: Stream) -> _Places:
-        if stream.id not in self._places:
+    def places(self, layer: str, kind: str, path: str) -> _Places | None:
+        """Return where the records are; None if there is no such stream."""
+        key = self._keys.get((layer, kind, path))
+        if key is None:
+            return None
+        if key not in self._places:
+            keys = np.array(self._key_of_stream, np.int64)
             # A look into the log costs milliseconds, whatever it is for: a small one is looked through once for all.
-            small = self.log.rows <= _SMALL_LOG
-            where = None if small else pa.compute.field("stream") == stream.id
+            where = None
+            if self.log.rows > _SMALL_LOG:
+                where = pa.compute.field("stream").isin(pa.array(np.flatnonzero(keys == key), pa.int32()))
             names = list(_Places.__dataclass_fields__)
-            table = self.log.table(["stream", *names], where)
-            columns = {name: table[name].to_numpy() for name in ("stream", *names)}
-            order = np.lexsort((columns["step"], columns["stream"]))
-            columns = {name: column[order] for name, column in columns.items()}
-            ids, first = np.unique(columns.pop("stream"), return_index=True)
-            ends = [*first[1:].tolist(), len(order)][: len(ids)]
-            for number, begin, end in zip(ids.tolist(), first.tolist(), ends, strict=True):
-                part = {name: column[begin:end] for name, column in columns.items()}
-                self._places[number] = _Places(**part)
-            if stream.id not in self._places:
-                self._places[stream.id] = _Places(**{name: column[:0] for name, column in columns.items()})
-        return self._places[stream.id]
+            table = self.log.table(names, where)
+            columns = {name: table[name].to_numpy() for name in names}
+            known = np.flatnonzero(columns["stream"] < len(keys))
+            of_rows = keys[columns["stream"][known]]
+            order = np.lexsort((columns["step"][known], of_rows))
+            columns = {name: column[known][order] for name, column in columns.items()}
+            found, first = np.unique(of_rows[order], return_index=True)
+            ends = [*first[1:].tolist(), len(order)][: len(found)]
+            for number, begin, end in zip(found.tolist(), first.tolist(), ends, strict=True):
+                self._places[number] = _Places(**{name: column[begin:end] for name, column in columns.items()})
+            if key not in self._places:
+                self._places[key] = _Places(**{name: column[:0] for name, column in columns.items()})
+        return self._places[key]
 
     def part(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> Part:
         """Return what DuckDB is shown of the rank."""

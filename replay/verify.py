@@ -71,7 +71,7 @@ class Problem:
 def verify(trace: Path, progress: Progress | None = None) -> Iterator[Problem]:
     """Yield what is wrong with a trace, as it is found.
 
-    Memory follows the largest record, and about 50 bytes a record of the largest rank.
+    Memory follows the largest record, and the number of records of the largest rank.
 
     Args:
         trace: the directory.

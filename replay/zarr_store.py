@@ -6,33 +6,37 @@ ones of whole pages, begin on page borders, so that they go by direct I/O straig
 cache, which would cost the training a core. Others, and what is compressed, go through the page cache.
 """
 
-import json
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
-from numpy.typing import NDArray
 
 from replay.codecs import compress, decompress, zarr_codec
 from replay.errors import TraceDamaged
-from replay.files import PAGE, VECTOR, Files, sync
-from replay.format import Placed, Rows, Stream, as_attribute, numpy_dtype, parsed, write_whole
+from replay.files import PAGE, VECTOR, Files, stride_of, sync
+from replay.format import RAGGED, Placed, Rows, Stream, as_attribute, numpy_dtype
+from replay.ragged import Appender, Member, Shards, place_faults, seal_place
+from replay.zarr_metadata import (
+    GROUP,
+    bytes_of,
+    document_faults,
+    drop_first,
+    finish_shard,
+    shard_index,
+    sharded_metadata,
+    small_faults,
+    write_array,
+    write_group,
+    write_small,
+)
 
 DIRECTORY = "tensors.zarr"
-DIRECT_BYTES = 65_536
 _SHARD_BYTES = 1 << 30
 _SHARD_ROWS = 4096
-_GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _COORDINATES = {"step": "int64", "call": "int32", "micro": "int32"}
-
-
-def stride_of(nbytes: int) -> int:
-    """Return the distance in bytes from one record to the next, where they are not compressed."""
-    return nbytes if nbytes < DIRECT_BYTES else -(-nbytes // PAGE) * PAGE
 
 
 def rows_per_shard(nbytes: int) -> int:
@@ -51,20 +55,28 @@ class ZarrWriter:
 
     def __init__(self, rank_directory: Path) -> None:
         self._root = rank_directory / DIRECTORY
-        self._streams: dict[int, _Appending] = {}
+        self._streams: dict[int, _Appending | _Sharing] = {}
+        self._shared: dict[str, Appender] = {}
         self._files = Files(os.O_RDWR | os.O_CREAT)
         self._root.mkdir(parents=True, exist_ok=True)
-        _write_group(self._root)
+        write_group(self._root)
         self._new: list[Path] = [self._root]
         self._known: set[Path] = set()  # files whose names are on the disk itself
 
     def add(self, stream: Stream, rows: int = 0) -> None:
         """Make the array of a stream that has `rows` committed rows already."""
-        group = self._root / _location(stream)
+        location = _location(stream)
+        group = self._root / location
+        if stream.layout == RAGGED:
+            if location not in self._shared:
+                self._shared[location] = Appender(group, stream, self._files)
+                self._new += [group.parent, group, group / "data"]
+            self._streams[stream.id] = _Sharing(self._shared[location], stream.nbytes, rows)
+            return
         group.mkdir(parents=True, exist_ok=True)
-        _write_group(group.parent)
-        _write_group(group)
-        _write_array(group, stream, rows, one_row_a_step=False)
+        write_group(group.parent)
+        write_group(group)
+        write_array(group / "data", _array_metadata(stream, rows, one_row_a_step=False))
         (group / "data" / "c").mkdir(exist_ok=True)
         self._streams[stream.id] = _Appending(stream, rows, group / "data")
         self._new += [group.parent, group, group / "data"]
@@ -79,7 +91,7 @@ class ZarrWriter:
                 they end in is theirs.
 
         Returns:
-            Of each record its row, the byte where it begins in its shard, and its bytes there.
+            Of each record its row, the byte where it begins in its shard or shared array, and its bytes there.
 
         Raises:
             OSError: the file could not be written; no row is taken.
@@ -89,6 +101,10 @@ class ZarrWriter:
         if not stream.nbytes:
             stream.rows += count
             return [Placed(row, 0, 0) for row in range(first, first + count)]
+        if isinstance(stream, _Sharing):
+            offsets = stream.place.append(stream.nbytes, memory, places)
+            stream.rows += count
+            return [Placed(first + i, offset, stream.nbytes) for i, offset in enumerate(offsets)]
         placed: list[Placed] = []
         while len(placed) < count:
             done = len(placed)
@@ -149,6 +165,7 @@ class ZarrReader:
         self._root = rank_directory / DIRECTORY
         self._files = Files(os.O_RDONLY)
         self._layouts: dict[Stream, _Appending] = {}
+        self._shared: dict[str, Shards] = {}
 
     def read(self, stream: Stream, row: int, offset: int, nbytes: int) -> bytearray:
         """Return the bytes of a tensor.
@@ -156,12 +173,17 @@ class ZarrReader:
         Args:
             stream: what it is a record of.
             row: its row in the stream.
-            offset: the byte at which it begins in its shard.
+            offset: the byte at which it begins in its shard or shared array.
             nbytes: its bytes there.
 
         Raises:
             TraceDamaged: the file is missing or too short, or the bytes are no tensor.
         """
+        if stream.layout == RAGGED:
+            location = _location(stream)
+            if location not in self._shared:
+                self._shared[location] = Shards(self._root / location)
+            return self._shared[location].read(self._files, offset, nbytes)
         layout = self._layouts.get(stream)
         if layout is None:
             layout = self._layouts[stream] = _Appending(stream, 0, self._root / _location(stream) / "data")
@@ -182,9 +204,14 @@ def seal_streams(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
         rank_directory: the rank.
         streams: each with its rows.
     """
+    shared: dict[str, list[Member]] = {}
     for stream, rows in streams:
-        if stream.location is not None:
+        if stream.location is not None and stream.layout == RAGGED:
+            shared.setdefault(stream.location, []).append((stream, rows))
+        elif stream.location is not None:
             _seal_stream(rank_directory / DIRECTORY / stream.location, stream, rows)
+    for location, members in shared.items():
+        seal_place(rank_directory / DIRECTORY / location, members)
 
 
 def _seal_stream(group: Path, stream: Stream, rows: Rows) -> None:
@@ -193,16 +220,19 @@ def _seal_stream(group: Path, stream: Stream, rows: Rows) -> None:
         for shard in range(-(-len(rows.step) // layout.shard_rows)):
             path = layout.shard_path(shard)
             if path.exists():
-                of_shard = slice(shard * layout.shard_rows, (shard + 1) * layout.shard_rows)
-                _finish_shard(path, rows.offset[of_shard], rows.nbytes[of_shard], layout)
-    for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
-        _write_coordinate(group, name, values, rows.one_a_step)
-    _write_array(group, stream, len(rows.step), one_row_a_step=rows.one_a_step)
+                part = slice(shard * layout.shard_rows, (shard + 1) * layout.shard_rows)
+                offset, nbytes = rows.offset[part], rows.nbytes[part]
+                end = int(offset[-1]) + (layout.stride if layout.codec is None else int(nbytes[-1]))
+                finish_shard(path, end, shard_index(layout.shard_rows, offset, nbytes))
+    group.mkdir(parents=True, exist_ok=True)
+    for name, dtype in _COORDINATES.items():
+        write_small(group / name, getattr(rows, name).astype(dtype), ["step" if rows.one_a_step else "row"])
+    write_array(group / "data", _array_metadata(stream, len(rows.step), one_row_a_step=rows.one_a_step))
 
 
 def shard_files(root: Path, stream: Stream) -> list[tuple[int, Path]]:
     """Return the shards of a stream that are there, in order: number and file."""
-    if stream.location is None:
+    if stream.location is None or stream.layout == RAGGED:
         return []
     layout = _Appending(stream, 0, root / stream.location / "data")
     try:
@@ -213,26 +243,18 @@ def shard_files(root: Path, stream: Stream) -> list[tuple[int, Path]]:
 
 
 def forget_rows(root: Path, stream: Stream, rows: int) -> int:
-    """Write into a sealed stream's array that its first rows will be dropped; return how many rows it has.
-
-    To Zarr, a missing shard is full of the fill value: NaN from now on, where the dtype has one, rather than zero.
-
-    Raises:
-        TraceDamaged: the array is not what it should be; nothing was changed.
-    """
-    path = root / _location(stream) / "data" / "zarr.json"
-    try:
-        metadata = parsed(path.read_bytes())
-        there = metadata["shape"][0]
-        if not isinstance(there, int) or there < 0:
-            raise TypeError(f"{there!r} is no number of rows")
-        metadata["attributes"]["dropped_rows"] = rows
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise TraceDamaged(f"{path} does not say what the array has: {error!r}. Nothing of it is dropped.") from None
-    if stream.dtype in ("float16", "float32", "float64"):
-        metadata["fill_value"] = "NaN"
-    write_whole(path, json.dumps(metadata))
+    """Write into a sealed stream's array that its first rows will be dropped; return how many rows it has."""
+    there: int = drop_first(root / _location(stream) / "data", stream.dtype, rows)["shape"][0]
     return there
+
+
+@dataclass(slots=True)
+class _Sharing:
+    """A stream that has no place of its own, of which there may be many: how many rows it has."""
+
+    place: Appender
+    nbytes: int
+    rows: int
 
 
 class _Appending:
@@ -274,60 +296,37 @@ def faults(
         dropped: by stream id, how many of its first rows have no tensor any more.
         sealed: whether the store was finished, so that shapes, coordinates and indexes count.
     """
+    shared: dict[str, list[Member]] = {}
     for stream, rows in streams:
         if stream.location is None:
+            continue
+        if stream.layout == RAGGED:
+            shared.setdefault(stream.location, []).append((stream, rows))
             continue
         group = rank_directory / DIRECTORY / stream.location
         layout = _Appending(stream, len(rows.step), group / "data")
         begin = dropped.get(stream.id, 0)
         for node in (group.parent.parent, group.parent, group):
-            yield from _document_faults(node / "zarr.json", _GROUP)
+            yield from document_faults(node / "zarr.json", GROUP)
         wanted = _array_metadata(stream, len(rows.step), one_row_a_step=rows.one_a_step)
         if not sealed:
             del wanted["shape"], wanted["dimension_names"]
-        yield from _document_faults(group / "data" / "zarr.json", wanted, dropped=bool(begin))
+        yield from document_faults(group / "data" / "zarr.json", wanted, dropped=bool(begin))
         if not sealed:
             continue
-        for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
-            wanted = _coordinate_metadata(_COORDINATES[name], len(values), rows.one_a_step)
-            yield from _document_faults(group / name / "zarr.json", wanted)
-            chunk = group / name / "c" / "0"
-            if len(values) and _bytes_of(chunk) != values.astype(_COORDINATES[name]).tobytes():
-                yield chunk, f"It is not the {name} of the records that the log has."
+        for name, dtype in _COORDINATES.items():
+            values = getattr(rows, name).astype(dtype)
+            yield from small_faults(group / name, values, ["step" if rows.one_a_step else "row"], name)
         if not stream.nbytes:
             continue
         for shard in range(begin // layout.shard_rows, -(-len(rows.step) // layout.shard_rows)):
             part = slice(shard * layout.shard_rows, (shard + 1) * layout.shard_rows)
-            path, body = layout.shard_path(shard), _shard_index(rows.offset[part], rows.nbytes[part], layout)
-            if _bytes_of(path, -len(body)) != body:
+            path, body = layout.shard_path(shard), shard_index(layout.shard_rows, rows.offset[part], rows.nbytes[part])
+            if bytes_of(path, -len(body)) != body:
                 yield path, "Its index is not what the log says of its records."
-
-
-def _document_faults(path: Path, wanted: dict[str, Any], *, dropped: bool = False) -> Iterator[tuple[Path, str]]:
-    data = _bytes_of(path)
-    try:
-        found = parsed(data.decode("utf-8")) if data is not None else None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        yield path, "It is missing." if data is None else "It is no JSON object."
-        return
-    if dropped and isinstance(found.get("attributes"), dict):
-        found["attributes"].pop("dropped_rows", None)
-        found["fill_value"] = wanted["fill_value"]
-    for name, value in wanted.items():
-        if found.get(name) != value:
-            yield path, f"It has {name!r} as {found.get(name)!r}, where {value!r} belongs."
-
-
-def _bytes_of(path: Path, begin: int = 0) -> bytes | None:
-    """Return a file from a byte on, counted from its end; None if it is not there, or shorter."""
-    try:
-        with path.open("rb") as file:
-            file.seek(begin, os.SEEK_END if begin else os.SEEK_SET)
-            return file.read()
-    except OSError:
-        return None
+    for location, members in shared.items():
+        begins = [dropped.get(stream.id, 0) for stream, _ in members]
+        yield from place_faults(rank_directory / DIRECTORY / location, members, begins, sealed=sealed)
 
 
 def _location(stream: Stream) -> str:
@@ -336,102 +335,10 @@ def _location(stream: Stream) -> str:
     return stream.location
 
 
-def _finish_shard(path: Path, offset: NDArray[np.int64], nbytes: NDArray[np.int64], layout: _Appending) -> None:
-    """Write the shard's index behind its records, where it is not there yet."""
-    body = _shard_index(offset, nbytes, layout)
-    end = int(offset[-1]) + (layout.stride if layout.codec is None else int(nbytes[-1]))
-    with path.open("r+b") as file:
-        file.seek(end)
-        if file.read() != body:
-            file.truncate(end)
-            file.seek(end)
-            file.write(body)
-
-
-def _shard_index(offset: NDArray[np.int64], nbytes: NDArray[np.int64], layout: _Appending) -> bytes:
-    index = np.full((layout.shard_rows, 2), 2**64 - 1, "<u8")
-    index[: len(offset), 0] = offset
-    index[: len(offset), 1] = nbytes
-    body = index.tobytes()
-    return body + struct.pack("<I", google_crc32c.value(body))
-
-
-def _write_group(path: Path) -> None:
-    file = path / "zarr.json"
-    if not file.exists():
-        write_whole(file, json.dumps(_GROUP))
-
-
-def _write_array(group: Path, stream: Stream, rows: int, *, one_row_a_step: bool) -> None:
-    (group / "data").mkdir(exist_ok=True)
-    metadata = _array_metadata(stream, rows, one_row_a_step=one_row_a_step)
-    write_whole(group / "data" / "zarr.json", json.dumps(metadata))
-
-
 def _array_metadata(stream: Stream, rows: int, *, one_row_a_step: bool) -> dict[str, Any]:
-    inner = [1, *(max(1, n) for n in stream.shape)]
     names = ["step" if one_row_a_step else "row", *(f"d{i}" for i in range(len(stream.shape)))]
-    little = {"name": "bytes", "configuration": {"endian": "little"}}
-    itemsize = numpy_dtype(stream.dtype).itemsize
-    codecs = [little if itemsize > 1 else {"name": "bytes"}]
-    if stream.codec is not None:
-        codecs.append(zarr_codec(stream.codec, itemsize))
-    sharding = {
-        "name": "sharding_indexed",
-        "configuration": {
-            "chunk_shape": inner,
-            "codecs": codecs,
-            "index_codecs": [little, {"name": "crc32c"}],
-            "index_location": "end",
-        },
-    }
     attributes = {name: as_attribute(getattr(stream, name)) for name in ("layer", "kind", "path")}
-    shape = [rows, *stream.shape]
-    outer = [rows_per_shard(stream.nbytes), *inner[1:]]
-    return _metadata(shape, outer, stream.dtype, _zero(stream.dtype), [sharding], names, attributes)
-
-
-def _write_coordinate(group: Path, name: str, values: NDArray[Any], one_row_a_step: bool) -> None:
-    path = group / name
-    (path / "c").mkdir(parents=True, exist_ok=True)
-    if len(values):
-        (path / "c" / "0").write_bytes(values.astype(values.dtype.newbyteorder("<")).tobytes())
-    metadata = _coordinate_metadata(values.dtype.name, len(values), one_row_a_step)
-    write_whole(path / "zarr.json", json.dumps(metadata))
-
-
-def _coordinate_metadata(dtype: str, rows: int, one_row_a_step: bool) -> dict[str, Any]:
-    little = {"name": "bytes", "configuration": {"endian": "little"}}
-    dimension = ["step" if one_row_a_step else "row"]
-    return _metadata([rows], [max(1, rows)], dtype, 0, [little], dimension, {})
-
-
-def _metadata(
-    shape: list[int],
-    chunk: list[int],
-    dtype: str,
-    fill_value: object,
-    codecs: list[dict[str, Any]],
-    names: Iterable[str],
-    attributes: dict[str, str],
-) -> dict[str, Any]:
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": shape,
-        "data_type": dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "fill_value": fill_value,
-        "codecs": codecs,
-        "dimension_names": list(names),
-        "attributes": attributes,
-    }
-
-
-def _zero(dtype: str) -> object:
-    if dtype == "bool":
-        return False
-    if dtype.startswith("complex"):
-        return [0.0, 0.0]
-    return 0.0 if "float" in dtype else 0
+    record = [max(1, n) for n in stream.shape]
+    shard, inner = [rows_per_shard(stream.nbytes), *record], [1, *record]
+    compression = [] if stream.codec is None else [zarr_codec(stream.codec, numpy_dtype(stream.dtype).itemsize)]
+    return sharded_metadata([rows, *stream.shape], shard, inner, stream.dtype, names, attributes, compression)

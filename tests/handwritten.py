@@ -8,8 +8,9 @@ import google_crc32c
 import numpy as np
 
 from replay.files import PAGE
-from replay.format import KEPT, RECORD_SCHEMA, Locations, Stream
+from replay.format import KEPT, RECORD_SCHEMA, Stream
 from replay.log import LogWriter
+from replay.places import Places
 from replay.seal import locked, seal
 from replay.zarr_store import ZarrWriter
 
@@ -33,14 +34,14 @@ def write_trace(path: Path, *records: Written, tensors: bool = True, rank: int =
     (path / "trace.json").write_text(json.dumps({**identity, "plan": {}, "provenance": {}}))
     store, log = ZarrWriter(directory), LogWriter(directory)
     streams: dict[tuple[Any, ...], Stream] = {}
-    locations = Locations()
+    places = Places("zarr")
     steps: dict[int, list[dict[str, Any]]] = {}
     with (directory / "streams.jsonl").open("w") as lines:
         for layer, values, step, kind, call, where in records:
             key = layer, kind, where, values.dtype.name, values.shape
             if key not in streams:
-                location = locations.new(layer, kind, where)
-                streams[key] = Stream(len(streams), layer, kind, where, values.dtype.name, values.shape, location)
+                new = Stream(len(streams), layer, kind, where, values.dtype.name, values.shape, None)
+                streams[key] = places.place(new)
                 lines.write(streams[key].to_json() + "\n")
                 store.add(streams[key])
             data = np.ascontiguousarray(values).tobytes()

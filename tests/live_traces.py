@@ -75,9 +75,11 @@ class WrittenTrace:
         columns["step"][:] = np.repeat(steps, len(self._streams))
         columns["stream"][:] = np.tile(np.arange(len(self._streams)), len(steps))
         columns["n_nan"][:] = np.tile([(n_nan or {}).get(s.layer, 0) for s in self._streams], len(steps))
+        columns["numel"][:] = self._width
         columns["kept"][:], columns["row"][:], columns["offset"][:] = 1, -1, -1
         if self._store is not None:
             columns["kept"][:], columns["nbytes"][:] = 0, 4 * self._width
+            columns["numel"][:] = self._width
             for stream in self._streams:
                 data = [np.full(self._width, step, np.float32).tobytes() for step in steps]
                 mine = columns["stream"] == stream.id

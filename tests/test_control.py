@@ -158,6 +158,20 @@ def test_detach_seals_the_trace_and_leaves_the_training(tmp_path, folder):
     assert not training.model[0]._forward_hooks
 
 
+def test_a_training_that_is_detached_from_outside_may_go_on_to_log(tmp_path, folder):
+    with Training() as training, hookrec.attach(training.model, tmp_path / "a", keep_free=0) as recorder:
+        command("detach", PID)
+        while replay.open(tmp_path / "a").status != "sealed":
+            time.sleep(0.001)
+        recorder.log(loss=1.0)
+        recorder.trigger("too late")
+        recorder.step()
+
+    with pytest.raises(hookrec.DetachedError):
+        recorder.log(loss=1.0)
+    assert "loss" not in replay.open(tmp_path / "a").scalars()["name"].to_pylist()
+
+
 def test_attach_finds_the_model_in_a_process_that_only_listens(tmp_path, folder):
     hookrec.listen()
     with Training() as training:

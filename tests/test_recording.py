@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import zarr
 from torch import nn
 from torch.nn import functional
 
@@ -39,6 +40,67 @@ def test_each_record_is_bit_for_bit_what_a_clone_holds(tmp_path, make, how):
     assert trace.steps == [0, 1, 2]
     assert len(oracle.records) == 3 * 2 * len(leaves(twin))
     assert differences(recorded(trace), oracle.records) == []
+
+
+def padded(watching=None, lengths=range(1, 41)) -> nn.Module:
+    """Train on sequences of other lengths each step, two in some, so that a layer is called with two shapes in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 600), nn.ReLU(inplace=True), nn.Linear(600, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if watching == "oracle":
+        watching = Oracle(leaves(model))
+    elif watching is not None:
+        watching = hookrec.attach(model, watching, keep_free=0)
+    for length in lengths:
+        optimizer.zero_grad()
+        for n in (length, 2 * length) if length % 3 == 0 else (length,):
+            model(torch.arange(2 * n).remainder(50).reshape(2, n)).pow(2).mean().backward()
+        optimizer.step()
+        if isinstance(watching, Oracle):
+            watching.step()
+    return watching
+
+
+def test_each_record_of_forty_lengths_is_what_a_clone_holds_live_and_sealed(tmp_path):
+    """Tensors of a few bytes, packed ones and such of whole pages share a place."""
+    oracle = padded("oracle")
+
+    recorder = padded(tmp_path / "a")
+    trace = replay.open(tmp_path / "a")
+    deadline = time.monotonic() + 10
+    while len(trace.refresh().steps) < 40 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    live = trace.status, recorded(trace)
+    recorder.detach()
+
+    assert live[0] == "live"
+    assert differences(live[1], oracle.records) == []
+    assert differences(recorded(replay.open(tmp_path / "a")), oracle.records) == []
+
+
+def test_forty_lengths_make_less_than_four_times_the_files_of_one(tmp_path):
+    padded(tmp_path / "one", [20] * 40).detach()
+    padded(tmp_path / "forty").detach()
+
+    one, forty = (sum(1 for _ in (tmp_path / name).rglob("*")) for name in ("one", "forty"))
+
+    assert one < forty < 4 * one
+
+
+def test_zarr_python_reads_tensors_of_many_shapes(tmp_path):
+    padded(tmp_path / "a").detach()
+    trace = replay.open(tmp_path / "a")
+
+    place = zarr.open_group(tmp_path / "a/rank-00000/tensors.zarr/1/output~3", mode="r")
+
+    records = trace.records("1", "output").select(["step", "call", "shape"]).to_pylist()
+    assert place["data"].attrs["layer"] == "1"
+    assert place["step"].size == len(records) - 2  # what came before it was shared has places of its own
+    for i in range(place["step"].size):
+        begin, numel, shape = place["begin"][i], place["numel"][i], place["shape"][i]
+        tensor = place["data"][begin : begin + numel].reshape(shape)
+        key = {"step": int(place["step"][i]), "call": int(place["call"][i])}
+        assert np.array_equal(tensor, trace.tensor(layer="1", **key))
 
 
 @pytest.mark.parametrize("make", SAMPLES)
@@ -120,18 +182,19 @@ hookrec.attach(model, sys.argv[1], store=sys.argv[2], keep_free=0)
 step = 0
 while True:
     optimizer.zero_grad()
-    model(torch.full((32, 64), float(step))).sum().backward()
+    rows = 32 if sys.argv[3] == "one" else 32 + step % 50
+    model(torch.full((rows, 64), float(step))).sum().backward()
     optimizer.step()
     print(step, flush=True)
     step += 1
 """
 
 
-@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+@pytest.mark.parametrize(("store", "shapes"), [("zarr", "one"), ("hdf5", "one"), ("zarr", "many")])
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 50))])
-def test_a_killed_training_leaves_each_step_whole(tmp_path, seed, store):
+def test_a_killed_training_leaves_each_step_whole(tmp_path, seed, store, shapes):
     trace_path = tmp_path / "a"
-    command = [sys.executable, "-c", KILLED, str(trace_path), store]
+    command = [sys.executable, "-c", KILLED, str(trace_path), store, shapes]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()

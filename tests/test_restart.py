@@ -18,6 +18,7 @@ from torch import nn
 
 import hookrec
 import replay
+from replay.verify import verify
 from tests.oracle import differences, recorded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,14 +29,14 @@ def net(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(16, width), nn.ReLU(inplace=True), nn.Linear(width, 8))
 
 
-def train(recorder, model: nn.Module, steps: int, before_step=lambda step: None) -> list[float]:
+def train(recorder, model: nn.Module, steps: int, before_step=lambda step: None, shapes: int = 1) -> list[float]:
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     losses = []
     for step in range(steps):
         before_step(step)
         optimizer.zero_grad()
-        loss = model(torch.randn(64, 16)).pow(2).mean()
+        loss = model(torch.randn(64 + step % shapes, 16)).pow(2).mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -47,11 +48,12 @@ def train(recorder, model: nn.Module, steps: int, before_step=lambda step: None)
 def record(path: Path, steps: int, width: int = 32, **options) -> tuple[list[float], list[str]]:
     """Train under a recorder; return the losses and the warnings."""
     before_step = options.pop("before_step", lambda recorder, step: None)
+    shapes = options.pop("shapes", 1)
     model = net(width)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with hookrec.attach(model, path, **{"keep_free": 0, **options}) as recorder:
-            losses = train(recorder, model, steps, lambda step: before_step(recorder, step))
+            losses = train(recorder, model, steps, lambda step: before_step(recorder, step), shapes)
     return losses, [str(warning.message) for warning in warned]
 
 
@@ -177,6 +179,20 @@ def test_many_writers_may_follow_each_other(tmp_path, reference):
 
     assert losses == reference[1]
     assert_whole(tmp_path / "a", 300, reference[0])
+
+
+def test_another_writer_goes_on_in_the_places_that_shapes_share(tmp_path):
+    """Packed tensors of 2 KB to 3 KB, and, since they are larger than 64 KB, such on page borders."""
+    record(tmp_path / "reference", 120, width=256, shapes=30)
+
+    def before_step(recorder, step: int) -> None:
+        if step in (20, 50, 80):
+            process_of(recorder).kill()  # in the middle of what follows
+
+    record(tmp_path / "a", 120, width=256, shapes=30, restart=3, before_step=before_step)
+
+    assert_whole(tmp_path / "a", 120, tmp_path / "reference")
+    assert list(verify(tmp_path / "a")) == []
 
 
 def test_a_step_that_was_committed_and_not_acknowledged_is_not_doubled(tmp_path):

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tensorstore
+import zarr
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from replay.errors import TraceDamaged
-from replay.format import CODECS, DTYPES, ML_DTYPES, Locations, Placed, Rows, Stream
+from replay.format import CODECS, DTYPES, ML_DTYPES, RAGGED, Locations, Placed, Rows, Stream
 from replay.stores import StoreReader, StoreWriter, open_reader, open_writer, seal_streams
 
 SHAPES = st.sampled_from([(), (0,), (1,), (7,), (3, 0, 2), (32, 32), (64, 256), (100, 170), (5, 1, 3, 2)])
@@ -89,7 +91,7 @@ class StoreContract:
 
     def test_a_file_that_is_cut_off_is_damaged(self):
         directory = self.new_directory()
-        stream = Stream(0, "a", "output", "", "float32", (1000,), "a/output", self.codec)
+        (stream,) = self.streams([("a", "float32", (1000,))])
         writer = self.writer(directory)
         writer.add(stream)
         _, memory, places = in_memory(np.random.default_rng(0), stream.nbytes, 3)
@@ -133,8 +135,6 @@ class TestZarr(StoreContract):
         return open_reader(directory)
 
     def compare_with_others(self, directory, streams, want):
-        import tensorstore
-
         for stream in streams:
             path = directory / "tensors.zarr" / stream.location / "data"
             if stream.dtype.endswith(("fnuz", "e8m0fnu")) or stream.dtype == "complex128":
@@ -149,13 +149,69 @@ class TestZarrWithZstd(TestZarr):
     codec = "zstd"
 
 
+class TestZarrRagged(TestZarr):
+    """All shapes of as many dimensions share a place, whose files are so small that tensors go from one to the next."""
+
+    @pytest.fixture(autouse=True)
+    def small_shards(self, monkeypatch):
+        monkeypatch.setattr("replay.ragged.SHARD_BYTES", 1 << 15)
+        monkeypatch.setattr("replay.ragged._INNER_BYTES", 1 << 12)
+
+    def streams(self, kinds):
+        name, dtype, _ = kinds[0]
+        location = Locations().new(name, "output", "")
+        return [
+            Stream(number, name, "output", "", dtype, shape, f"{location}~{1 + len(shape)}", layout=RAGGED)
+            for number, (_, _, shape) in enumerate(kinds)
+        ]
+
+    def compare_with_others(self, directory, streams, want):
+        dtype = streams[0].dtype
+        for location in {stream.location for stream in streams}:
+            sharing = [stream for stream in streams if stream.location == location]
+            path = directory / "tensors.zarr" / location
+            expected = sorted((row // 2, row % 2, s.id, row) for s in sharing for row in range(len(want[s.id])))
+            if dtype not in ML_DTYPES:
+                place = zarr.open_group(path, mode="r")
+                assert list(zip(place["step"][:], place["call"][:], strict=True)) == [key[:2] for key in expected]
+                for i, (_, _, number, row) in enumerate(expected):
+                    begin, numel, shape = place["begin"][i], place["numel"][i], place["shape"][i]
+                    tensor = place["data"][begin : begin + numel].reshape(shape)
+                    assert tensor.shape == streams[number].shape
+                    assert tensor.tobytes() == want[number][row][1]
+            if not dtype.endswith(("fnuz", "e8m0fnu")) and dtype != "complex128":
+                spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path / 'data'}/"}}
+                data = tensorstore.open(spec, read=True).result().read().result()
+                for stream in sharing:
+                    for placed, record in want[stream.id]:
+                        begin = placed.offset // data.itemsize
+                        assert data[begin : begin + int(np.prod(stream.shape))].tobytes() == record
+
+    def test_a_writer_that_goes_on_keeps_off_what_is_there(self):
+        """Also off what was written and never committed, of which no row tells."""
+        directory = self.new_directory()
+        one, other = self.streams([("a", "uint8", (5000,)), ("a", "uint8", (8192,))])
+        rng, kept = np.random.default_rng(0), []
+        for stream, committed in ((one, 3), (other, 0), (one, 2), (other, 4)):
+            writer = self.writer(directory)
+            rows = [sum(count for s, count, _ in kept if s is known) for known in (one, other)]
+            writer.add(one, rows[0])
+            writer.add(other, rows[1])
+            records, memory, places = in_memory(rng, stream.nbytes, 4)
+            placed = writer.append(stream.id, memory, places)
+            kept.append((stream, committed, list(zip(placed, records, strict=True))[:committed]))
+            writer.close()
+
+        want = {s.id: [found for stream, _, part in kept if stream is s for found in part] for s in (one, other)}
+        self.compare(directory, [one, other], want)
+        assert [placed.row for placed, _ in want[one.id]] == list(range(5))
+
+
 class TestZarrWithBlosc(TestZarr):
     codec = "blosc"
 
     def compare_with_others(self, directory, streams, want):
         # tensorstore cannot seek in what blosc has compressed inside of a shard.
-        import zarr
-
         for stream in streams:
             if stream.dtype not in ML_DTYPES:
                 data = zarr.open_array(directory / "tensors.zarr" / stream.location / "data", mode="r")

@@ -1,0 +1,123 @@
+"""What sequences of many lengths cost, against one: `python -m benchmarks.lengths [--steps 300] [--longest 512]`.
+
+A small transformer of 12 layers is recorded twice: with a random length each step, and with the mean length in all.
+Printed are the files and directories of the trace, its bytes on the disk, the memory of the writer process when a tenth
+and when all of the steps are done, the time of a step, and the time to read a random tensor from the sealed trace, of
+which that of its bytes alone, by `os.pread` of as many from the same files, is shown beside it.
+"""
+
+import argparse
+import os
+import platform
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+import hookrec
+import replay
+from benchmarks.workloads import GPT
+
+READS = 2000
+
+
+def record(path: Path, lengths: list[int], longest: int) -> dict[str, float]:
+    """Record a training, a step for each length; return what was seen of it."""
+    torch.manual_seed(0)
+    model = GPT(vocabulary=256, width=64, depth=12, context=longest)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    seconds, memory = [], [0, 0]
+    with hookrec.attach(model, path, keep_free=0) as recorder:
+        writer = recorder._recording._writer._process.pid
+        for step, length in enumerate(lengths):
+            tokens = torch.randint(0, 256, (1, length))
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - begin)
+            if step in (len(lengths) // 10, len(lengths) - 1):
+                memory[step == len(lengths) - 1] = own_bytes(writer)
+        begin = time.perf_counter()
+    return {
+        "step ms": statistics.median(seconds) * 1e3,
+        "writer MB at 10 %": memory[0] / 1e6,
+        "writer MB at end": memory[1] / 1e6,
+        "seal s": time.perf_counter() - begin,
+    }
+
+
+def own_bytes(pid: int) -> int:
+    """Return the memory of a process without what it shares: the ring is none of it."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+def on_disk(path: Path) -> dict[str, float]:
+    """Count what lies below a folder."""
+    files = [file for file in path.rglob("*") if file.is_file()]
+    folders = sum(1 for folder in path.rglob("*") if folder.is_dir())
+    return {"files": len(files), "folders": folders, "MB": sum(file.stat().st_blocks for file in files) * 512 / 1e6}
+
+
+def reads(path: Path) -> dict[str, float]:
+    """Read random tensors."""
+    begin = time.perf_counter()
+    with replay.open(path) as trace:
+        opened = time.perf_counter() - begin
+        keys = trace.records().select(["step", "layer", "kind", "call", "path"]).to_pylist()
+        trace.tensor(**keys[0])  # the log is looked through at the first
+        taken, plain = [], []
+        largest = max((file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+        with largest.open("rb") as file:
+            size = largest.stat().st_size
+            for key in random.Random(0).sample(keys, min(READS, len(keys))):
+                begin = time.perf_counter()
+                nbytes = trace.tensor(**key).nbytes
+                taken.append(time.perf_counter() - begin)
+                begin = time.perf_counter()
+                os.pread(file.fileno(), nbytes, random.randrange(max(1, size - nbytes)))
+                plain.append(time.perf_counter() - begin)
+    return {
+        "open s": opened,
+        "read us": statistics.median(taken) * 1e6,
+        "99 % us": statistics.quantiles(taken, n=100)[-1] * 1e6,
+        "bytes us": statistics.median(plain) * 1e6,
+    }
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--longest", type=int, default=512)
+    chosen = parser.parse_args()
+    if chosen.steps < 20 or chosen.longest < 1:
+        sys.exit("There must be 20 steps at least, and lengths from 1.")
+    rng = random.Random(0)
+    cases = {
+        "one": [(chosen.longest + 1) // 2] * chosen.steps,
+        "random": [rng.randint(1, chosen.longest) for _ in range(chosen.steps)],
+    }
+    found = {}
+    for name, lengths in cases.items():
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            path = Path(folder) / "trace"
+            found[name] = record(path, lengths, chosen.longest) | on_disk(path) | reads(path)
+            shutil.rmtree(path)
+    processor = platform.processor() or platform.machine()
+    print(f"{processor}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, {chosen.steps} steps")
+    print(f"{'':18} {'one length':>11} {'random':>11} {'ratio':>6}")
+    for fact in found["one"]:
+        one, other = (found[name][fact] for name in cases)
+        print(f"{fact:18} {one:11.1f} {other:11.1f} {other / one if one else 0:6.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Where in a store a new stream goes: to a place of its own, or to one that it shares.
+
+As long as a tensor has few shapes, each has a place of its own, which other programs read as one array, and which can
+be compressed. Past that the number of files would grow with the number of shapes, so all further ones share a place.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from replay.format import FIXED, RAGGED, Locations, Stream
+
+FEW_SHAPES = 2
+"""So many shapes of a tensor have places of their own.
+
+A shared place has some more files than another, so that three places, one of them shared, have just under four times as
+many as one; and the two shapes that most trainings have, whole batches and the last one, need no more.
+"""
+
+
+class Places:
+    """Gives places to the streams of a rank.
+
+    Args:
+        store: in the HDF5 store no place is shared: there, many streams need no more files than one.
+        streams: those that have places already.
+    """
+
+    def __init__(self, store: str, streams: Iterable[Stream] = ()) -> None:
+        self._shares = store == "zarr"
+        self._shapes: Counter[tuple[object, ...]] = Counter()
+        self._shared: dict[tuple[object, ...], str] = {}
+        taken = set()
+        for stream in streams:
+            if stream.location is None:
+                continue
+            taken.add(stream.location)
+            if stream.layout == RAGGED:
+                self._shared[_alike(stream)] = stream.location
+            else:
+                self._shapes[_alike(stream)] += 1
+        self._locations = Locations(iter(taken))
+
+    def place(self, stream: Stream) -> Stream:
+        """Return a stream with a place."""
+        alike = _alike(stream)
+        if self._shares and stream.codec is None and self._shapes[alike] >= FEW_SHAPES:
+            if alike not in self._shared:
+                self._shared[alike] = self._locations.new(stream.layer, stream.kind, stream.path)
+            return replace(stream, location=self._shared[alike], layout=RAGGED)
+        self._shapes[alike] += 1
+        location = self._locations.new(stream.layer, stream.kind, stream.path)
+        return replace(stream, location=location, layout=FIXED)
+
+
+def _alike(stream: Stream) -> tuple[object, ...]:
+    """What the streams of a shared place have in common."""
+    return stream.layer, stream.kind, stream.path, stream.dtype, len(stream.shape)
