@@ -39,7 +39,7 @@ def read_identity(path: Path) -> dict[str, Any]:
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
         if inside:
-            hint = f"There are traces inside: {', '.join(inside[:5])}."
+            hint = f"Traces are inside, such as {path / inside[0]}; replay list {path} shows them all."
         elif (path.absolute().parent / TRACE_FILE).exists():
             hint = f"The trace is the directory above, {path.absolute().parent}."
         else:
