@@ -4,6 +4,7 @@ The disk is a model. It keeps of each file the bytes that it had when it was las
 """
 
 import contextlib
+import json
 import mmap
 import os
 import stat
@@ -121,7 +122,7 @@ def recording(tmp_path):
     with contextlib.ExitStack() as stack:
 
         def begin(path: str, **plan) -> Recorded:
-            recorded = Recorded(tmp_path / path, **plan)
+            recorded = Recorded(tmp_path / "disk" / path, **plan)
             stack.callback(recorded.close)
             return recorded
 
@@ -134,10 +135,10 @@ def test_whenever_the_power_fails_each_committed_step_is_whole(tmp_path, disk, r
     for step in range(7):
         recorded.step(step)
 
-        left = disk.left(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{store}-{step}"))
+        left = disk.left(tmp_path / "disk", tmp_path / f"left-{store}-{step}")
         recorded.assert_whole(left / "runs/a", step + 1)
     recorded.close()
-    left = disk.left(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{store}-end"))
+    left = disk.left(tmp_path / "disk", tmp_path / f"left-{store}-end")
     recorded.assert_whole(left / "runs/a", 7)
     assert replay.open(left / "runs/a").status == "sealed"
     assert list(verify(left / "runs/a")) == []
@@ -155,7 +156,7 @@ def test_a_commit_that_reaches_the_disk_by_itself_names_nothing_that_is_not_ther
         append(columns)
         file = next((recorded.path / "rank-00000").glob("records-*"))
         early = Disk(files | {file.stat().st_ino: file.read_bytes()}, names)
-        left = early.left(tmp_path, tmp_path.with_name(f"{tmp_path.name}-{store}-{len(looks)}"))
+        left = early.left(tmp_path / "disk", tmp_path / f"left-{store}-{len(looks)}")
         recorded.assert_whole(left / "runs/a", len(looks) + 1)
         looks.append(disk.files[file.stat().st_ino] == file.read_bytes())
 
@@ -166,6 +167,29 @@ def test_a_commit_that_reaches_the_disk_by_itself_names_nothing_that_is_not_ther
     assert looks == [True] * 5
 
 
+def test_the_array_that_shapes_share_is_on_the_disk_as_well(tmp_path, disk):
+    directory = tmp_path / "disk" / "runs" / "a" / "rank-00000"
+    directory.mkdir(parents=True)
+    memory = memoryview(mmap.mmap(-1, 1 << 20))
+    write = writer.Writer(directory, PLAN | {"store": "zarr"}, memory)
+    write.begin()
+    streams = [{**_stream("0"), "shape": [size]} for size in (64, 100, 4096, 300)]
+    for step, stream in enumerate(streams):
+        rows = np.zeros(1, writer._ROW_DTYPE)
+        rows["step"], rows["stream"], rows["place"], rows["numel"] = step, step, 4096, stream["shape"][0]
+        rows["nbytes"], rows["checksum"] = stream["shape"][0], -1
+        write.take([(step + 1, rows, {"streams": [stream], "commit": step})])
+
+        left = disk.left(tmp_path / "disk", tmp_path / f"left-{step}")
+        (left / "runs/a/trace.json").write_text(
+            json.dumps({"format": "hookrec-trace", "version": 1, "created": "now", "plan": {}, "provenance": {}})
+        )
+        with replay.open(left / "runs/a") as trace:
+            assert [trace.tensor(number, "0").size for number in range(step + 1)] == [64, 100, 4096, 300][: step + 1]
+    with locked(directory):
+        write.finish()
+
+
 def test_without_it_nothing_waits_for_the_disk(disk, recording):
     recorded = recording("a", store="zarr", durability="process")
     for step in range(5):
@@ -174,7 +198,7 @@ def test_without_it_nothing_waits_for_the_disk(disk, recording):
     assert disk.files == disk.names == {}
 
 
-def test_tensors_that_the_disk_refuses_are_not_committed_and_statistics_go_on(tmp_path, recording, monkeypatch):
+def test_tensors_that_the_disk_refuses_are_not_committed_and_statistics_go_on(recording, monkeypatch):
     recorded = recording("a", store="zarr")
     recorded.step(0)
 
@@ -186,10 +210,10 @@ def test_tensors_that_the_disk_refuses_are_not_committed_and_statistics_go_on(tm
     monkeypatch.undo()
     recorded.step(2)
 
-    records = replay.open(tmp_path / "a").records()
+    records = replay.open(recorded.path).records()
     assert [(r["step"], r["kept"]) for r in records.to_pylist()] == [(0, True), *[(1, False)] * 2, *[(2, False)] * 3]
     assert recorded.writer._control.stop_tensors == STORE_FAILED
-    assert "Input/output error" in replay.open(tmp_path / "a").notes[0]["note"]
+    assert "Input/output error" in replay.open(recorded.path).notes[0]["note"]
 
 
 @pytest.mark.parametrize("store", ["zarr", "hdf5"])
