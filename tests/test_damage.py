@@ -20,7 +20,7 @@ def _attack(inputs: int, *targets: str) -> None:
 
 
 def test_a_damaged_file_is_read_right_or_named():
-    _attack(150)
+    _attack(50)
 
 
 @pytest.mark.slow

@@ -121,10 +121,10 @@ def test_a_slow_disk_delays_the_training_or_costs_tensors_as_the_plan_says(tmp_p
         patch.setattr("hookrec.writer_process.subprocess.Popen", start_slow)
         recorder = hookrec.attach(model, tmp_path / "a", ring="1MiB", when_full=when_full, keep_free=0)
     with recorder:
-        train(model, 40, 512)
+        train(model, 15, 512)
 
     trace = replay.open(tmp_path / "a")
-    assert trace.steps == list(range(40))
+    assert trace.steps == list(range(15))
     assert set(trace.not_kept) == ({"dropped: the ring was full"} if when_full == "skip" else set())
     waited = [row["value"] for row in trace.scalars().to_pylist() if row["name"] == "hookrec/wait_s"]
     assert (sum(waited) > 0.1) == (when_full == "block")
