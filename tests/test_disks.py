@@ -48,7 +48,7 @@ def small_disk(path: Path, size: str):
         subprocess.run(["umount", "-l", path], check=True)
 
 
-@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+@pytest.mark.parametrize("store", ["zarr", pytest.param("hdf5", marks=pytest.mark.slow)])
 def test_a_file_system_without_direct_io_keeps_every_tensor(tmp_path, store):
     record(tmp_path / "reference", 10)
     with small_disk(tmp_path / "disk", "1g") as disk:
@@ -130,7 +130,7 @@ def test_a_slow_disk_delays_the_training_or_costs_tensors_as_the_plan_says(tmp_p
     assert (sum(waited) > 0.1) == (when_full == "block")
 
 
-@pytest.mark.parametrize("leap", [-1e8, 1e8])
+@pytest.mark.parametrize("leap", [-1e8, pytest.param(1e8, marks=pytest.mark.slow)])
 def test_a_clock_that_leaps_changes_no_record(tmp_path, monkeypatch, leap):
     now = time.time
     record(tmp_path / "reference", 20)

@@ -216,7 +216,7 @@ def test_tensors_that_the_disk_refuses_are_not_committed_and_statistics_go_on(re
     assert "Input/output error" in replay.open(recorded.path).notes[0]["note"]
 
 
-@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+@pytest.mark.parametrize("store", ["zarr", pytest.param("hdf5", marks=pytest.mark.slow)])
 def test_a_training_is_recorded_in_the_same_way(tmp_path, store):
     bare, model = train(net(), 30), net()
     with hookrec.attach(model, tmp_path / "a", durability="power", store=store, keep_free=0):
