@@ -79,7 +79,8 @@ class Listener:
     """Listens at a socket, as long as somebody wants it."""
 
     def __init__(self) -> None:
-        self._recorders: list[Controlled] = []  # changed by single operations, since several threads may
+        self._coming_and_going = threading.Lock()  # recorders end in threads and timers too
+        self._recorders: list[Controlled] = []
         self._always = False
         self._socket: socket.socket | None = None
         self._path: Path | None = None
@@ -101,10 +102,11 @@ class Listener:
         Raises:
             NoSocket: there is no place for one.
         """
-        self._open()
-        self._always = True
-        assert self._path is not None
-        return self._path
+        with self._coming_and_going:
+            self._open()
+            self._always = True
+            assert self._path is not None
+            return self._path
 
     def add(self, recorder: Controlled) -> None:
         """Listen for a recorder.
@@ -112,15 +114,18 @@ class Listener:
         Raises:
             NoSocket: there is no place for a socket.
         """
-        self._open()
-        self._recorders.append(recorder)
+        with self._coming_and_going:
+            self._open()
+            self._recorders.append(recorder)
 
     def remove(self, recorder: Controlled) -> None:
         """Listen no longer for a recorder; the last one closes the socket."""
-        with contextlib.suppress(ValueError):
+        with self._coming_and_going:
+            if recorder not in self._recorders:
+                return  # it has gone before; others may just be coming
             self._recorders.remove(recorder)
-        if not self._recorders and not self._always:
-            self.close()
+            if not self._recorders and not self._always:
+                self.close()
 
     def _open(self) -> None:
         if self._socket is None:

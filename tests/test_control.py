@@ -172,6 +172,25 @@ def test_a_training_that_is_detached_from_outside_may_go_on_to_log(tmp_path, fol
     assert "loss" not in replay.open(tmp_path / "a").scalars()["name"].to_pylist()
 
 
+def test_a_recorder_that_leaves_twice_closes_nothing_for_who_comes_between(tmp_path, folder, monkeypatch):
+    recorder = hookrec.attach(nn.Linear(2, 2), tmp_path / "a", keep_free=0)
+    recorder.detach()
+    opened = control.Listener._open
+
+    def open_and_meanwhile(self):
+        opened(self)
+        leaving.start()
+        leaving.join(0.1)
+
+    leaving = threading.Thread(target=control.unheard, args=(recorder,))
+    monkeypatch.setattr(control.Listener, "_open", open_and_meanwhile)
+
+    hookrec.listen()
+    leaving.join()
+
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_attach_finds_the_model_in_a_process_that_only_listens(tmp_path, folder):
     hookrec.listen()
     with Training() as training:
