@@ -1,13 +1,13 @@
-"""Print what recording costs: `python -m benchmarks [WORKLOAD ...]`.
+"""Print what recording costs: `python -m benchmarks [WORKLOAD ...] [--mode MODE ...]`.
 
 Each round measures a block of bare steps, of recorded ones and of bare ones again; a round's ratio is recorded to the
 mean of its two bare blocks. What is printed are medians over rounds, of medians over steps.
 """
 
+import argparse
 import platform
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,7 +24,10 @@ MODES: dict[str, dict[str, Any]] = {
     "full, hdf5": {"store": "hdf5"},
     "statistics": {"tensors": False},
     "not sampled": {"every": 1_000_000},
+    "flight": {"flight": 2, "ring": "2GB"},
+    "power": {"durability": "power"},
 }
+"""To compare flight mode with: "statistics", and the copy into the ring, `hookrec/capture_s` of "full"."""
 
 
 def _block(workload: str, loss: Any, optimizer: Any) -> float:
@@ -59,15 +62,19 @@ def _measure(workload: str, options: dict[str, Any]) -> tuple[float, float, floa
 
 def main() -> None:
     """Print a table."""
-    wanted = sys.argv[1:] or list(WORKLOADS)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all if none")
+    parser.add_argument("--mode", action="append", choices=MODES, help="may be repeated; all if not given")
+    chosen = parser.parse_args()
+    wanted = chosen.workloads or list(WORKLOADS)
     unknown = [name for name in wanted if name not in WORKLOADS]
     if unknown:
-        sys.exit(f"There is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}.")
+        parser.error(f"there is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
     print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     print(f"{'workload':9} {'mode':12} {'bare ms':>9} {'recorded':>9} {'ratio':>6} {'us/record':>9}")
     for workload in wanted:
-        for mode, options in MODES.items():
-            bare, recorded, ratio = _measure(workload, options)
+        for mode in chosen.mode or MODES:
+            bare, recorded, ratio = _measure(workload, MODES[mode])
             each = (recorded - bare) / RECORDS[workload] * 1e6
             print(
                 f"{workload:9} {mode:12} {bare * 1e3:9.2f} {recorded * 1e3:9.2f} {ratio:6.3f} {each:9.1f}", flush=True

@@ -45,7 +45,9 @@ def recover(trace: Path) -> None:
         else:
             try:
                 with locked(directory):
-                    seal(directory, "recovered", "the writer was gone; sealed afterwards from the log", {})
+                    seal(
+                        directory, "recovered", "the writer was gone; sealed afterwards from the log", {}, durable=True
+                    )
             except BlockingIOError:
                 click.echo(f"rank {number} is being recorded; its writer will seal it")
                 continue

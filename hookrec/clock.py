@@ -14,6 +14,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from hookrec.errors import AttachError
+from hookrec.layers import parameter_ids
 from hookrec.optimizer_hooks import after_step, is_inner
 from hookrec.plan import CLOCKS
 from hookrec.scaler import ScalerWatch
@@ -35,6 +36,7 @@ class Clock:
         begin_forward: is called before each forward pass of a root that is watched.
         end_forward: is called after each of these.
         log: takes the scale of gradients (`grad_scale`), and `skipped` for a step that a GradScaler skipped.
+        fault: takes what goes wrong in here, which is in the middle of the training.
 
     Raises:
         AttachError: it is no clock.
@@ -48,6 +50,7 @@ class Clock:
         begin_forward: Callable[[], None],
         end_forward: Callable[[], None],
         log: Callable[[str, float], None],
+        fault: Callable[[Exception], None],
     ) -> None:
         check(clock)
         self.manual = clock == "manual"
@@ -62,9 +65,10 @@ class Clock:
         self._begin_forward = begin_forward
         self._end_forward = end_forward
         self._log = log
+        self._fault = fault
         self._root_handles: list[Any] = []
-        self._stop_listening = None if self.manual or self._by_forward else after_step(self._stepped)
-        self._scaler = ScalerWatch(self._about_to_step, self._perhaps_skipped)
+        self._stop_listening = None if self.manual or self._by_forward else after_step(self._safe(self._stepped))
+        self._scaler = ScalerWatch(self._safe(self._about_to_step), self._safe(self._perhaps_skipped))
 
     def begin_step(self, *, sampled: bool) -> None:
         """Count forward passes from 0 again.
@@ -78,10 +82,10 @@ class Clock:
             if not self._root_handles:
                 roots = [model for reference in self._models if (model := reference()) is not None]
                 for number, root in enumerate(roots):
-                    before = _RootHook(root, functools.partial(self.forward, number))
+                    before = _RootHook(root, self._safe(functools.partial(self.forward, number)))
                     # As functions, since a ScriptModule refuses these methods.
                     self._root_handles.append(nn.Module.register_forward_pre_hook(root, before, prepend=True))
-                    after = _RootHook(root, self._end_forward)
+                    after = _RootHook(root, self._safe(self._end_forward))
                     self._root_handles.append(nn.Module.register_forward_hook(root, after))
         else:
             self._unwatch()
@@ -90,7 +94,7 @@ class Clock:
         """Come after those who have begun to listen to optimizers later: the step ends when they have seen it."""
         if self._stop_listening is not None:
             self._stop_listening()
-            self._stop_listening = after_step(self._stepped)
+            self._stop_listening = after_step(self._safe(self._stepped))
 
     def close(self) -> None:
         """Take the hooks off."""
@@ -103,6 +107,17 @@ class Clock:
         for handle in self._root_handles:
             handle.remove()
         self._root_handles.clear()
+
+    def _safe(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that ends the recording where this one would end the training."""
+
+        def call(*args: Any) -> None:
+            try:
+                function(*args)
+            except Exception as error:
+                self._fault(error)
+
+        return call
 
     def forward(self, number: int) -> None:
         """Take note that a root begins a forward pass."""
@@ -147,7 +162,7 @@ class Clock:
         return self._optimizer() is optimizer
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
-        ours = {id(p) for model in self._models if (m := model()) is not None for p in m.parameters()}
+        ours = parameter_ids(model for reference in self._models if (model := reference()) is not None)
         return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
 

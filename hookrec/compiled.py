@@ -7,7 +7,7 @@ compile must not pay: so it is set at once where dynamo is loaded, and otherwise
 imports it.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,28 +15,32 @@ from hookrec.watch_import import ImportWatch
 
 
 class EagerSteps:
-    """Makes compiled code run eagerly between `enter` and `leave`."""
+    """Makes compiled code run eagerly between `enter` and `leave`.
+
+    The stance is one of the process, so whoever comes first sets it and whoever leaves last puts back what was there.
+    """
+
+    _wanting: ClassVar[set["EagerSteps"]] = set()
+    _stance: ClassVar[Any] = None
 
     def __init__(self) -> None:
-        self._wanted = False
-        self._stance: Any = None
         self._watch = ImportWatch("torch._dynamo", self._apply)
 
     def enter(self) -> None:
         """Run eagerly from here on."""
-        self._wanted = True
-        if self._stance is None:
+        self._wanting.add(self)
+        if EagerSteps._stance is None:
             self._watch.begin()
 
     def leave(self) -> None:
-        """Run what is compiled again."""
-        self._wanted = False
+        """Run what is compiled again, once nobody else wants otherwise."""
+        self._wanting.discard(self)
         self._watch.end()
-        if self._stance is not None:
-            stance, self._stance = self._stance, None
+        if not self._wanting and EagerSteps._stance is not None:
+            stance, EagerSteps._stance = EagerSteps._stance, None
             stance.__exit__(None, None, None)
 
     def _apply(self) -> None:
-        if self._wanted and self._stance is None:
+        if self._wanting and EagerSteps._stance is None:
             # It takes effect when it is made; as a context manager it knows how to go back.
-            self._stance = torch.compiler.set_stance("force_eager")
+            EagerSteps._stance = torch.compiler.set_stance("force_eager")

@@ -32,6 +32,14 @@ _LINGER_S = 3.0
 _ANSWERS = 64
 
 
+def working_directory() -> str:
+    """Return the working directory; an empty string if it has been removed."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:
+        return ""
+
+
 class Refused(HookrecError):
     """What was asked for cannot be done; says why."""
 
@@ -71,6 +79,7 @@ class Listener:
     """Listens at a socket, as long as somebody wants it."""
 
     def __init__(self) -> None:
+        self._coming_and_going = threading.Lock()  # recorders end in threads and timers too
         self._recorders: list[Controlled] = []
         self._always = False
         self._socket: socket.socket | None = None
@@ -93,10 +102,11 @@ class Listener:
         Raises:
             NoSocket: there is no place for one.
         """
-        self._open()
-        self._always = True
-        assert self._path is not None
-        return self._path
+        with self._coming_and_going:
+            self._open()
+            self._always = True
+            assert self._path is not None
+            return self._path
 
     def add(self, recorder: Controlled) -> None:
         """Listen for a recorder.
@@ -104,14 +114,18 @@ class Listener:
         Raises:
             NoSocket: there is no place for a socket.
         """
-        self._open()
-        self._recorders.append(recorder)
+        with self._coming_and_going:
+            self._open()
+            self._recorders.append(recorder)
 
     def remove(self, recorder: Controlled) -> None:
         """Listen no longer for a recorder; the last one closes the socket."""
-        self._recorders = [other for other in self._recorders if other is not recorder]
-        if not self._recorders and not self._always:
-            self.close()
+        with self._coming_and_going:
+            if recorder not in self._recorders:
+                return  # it has gone before; others may just be coming
+            self._recorders.remove(recorder)
+            if not self._recorders and not self._always:
+                self.close()
 
     def _open(self) -> None:
         if self._socket is None:
@@ -227,7 +241,7 @@ class Listener:
         return {
             "pid": os.getpid(),
             "command": sys.orig_argv,
-            "cwd": os.getcwd(),  # noqa: PTH109
+            "cwd": working_directory(),
             "python": platform.python_version(),
             "torch": getattr(sys.modules.get("torch"), "__version__", None),
             "since": self._since,

@@ -24,7 +24,7 @@ from hookrec.journal import Journal, timestamp
 from hookrec.quota import Quota
 from hookrec.watched import Duties, Watched
 from replay.catalog import find_traces, printable
-from replay.format import TRACE_FILE, write_whole
+from replay.format import TRACE_FILE, parsed, write_whole
 
 STATE_DIRECTORY = ".hookrec-daemon"
 _PLACES_FILE = "places.json"
@@ -182,7 +182,7 @@ class Daemon:
 
     def _load(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._places_path.read_text(encoding="utf-8"))
+            found = parsed(self._places_path.read_text(encoding="utf-8"))
             return dict(found["traces"]) if found["rules"] == self._rules else {}
         except FileNotFoundError:
             return {}

@@ -9,6 +9,7 @@ After `attach` has returned, nothing of ours is fatal: a fault becomes one `Hook
 the training goes on.
 """
 
+import contextlib
 import sys
 import warnings
 
@@ -37,5 +38,6 @@ def warn(message: str) -> None:
     """Warn, and never raise: a user may have turned warnings into errors, and ours must not end a training."""
     try:
         warnings.warn(f"hookrec: {message}", HookrecWarning, stacklevel=2)
-    except Warning:
-        print(f"hookrec: {message}", file=sys.stderr)
+    except Exception:
+        with contextlib.suppress(Exception):  # standard error may be closed, or None
+            sys.stderr.write(f"hookrec: {message}\n")

@@ -10,7 +10,7 @@ attention uses its `out_proj` as a bag of parameters, and a parametrized layer h
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,33 @@ class Layer:
         return any(fnmatch.fnmatchcase(name, glob) for glob in globs for name in (self.name, *self.aliases))
 
 
+# Users give their modules attributes and methods of any name, `modules` and `parameters` too; the dictionaries behind
+# those of PyTorch are what is called.
+
+
+def children(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a module by their names."""
+    return {name: child for name, child in module._modules.items() if child is not None}
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module, not of those below it, by their names."""
+    return {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield a module and all below it by their qualified names; each under each of its names."""
+    yield name, module
+    for attribute, child in children(module).items():
+        yield from named_modules(child, f"{name}.{attribute}" if name else attribute)
+
+
+def parameter_ids(modules: Iterable[nn.Module]) -> set[int]:
+    """Return the identities of all parameters of some modules and those below them."""
+    below = {id(m): m for module in modules for _, m in named_modules(module)}
+    return {id(p) for m in below.values() for p in own_parameters(m).values()}
+
+
 def layers_of(models: Mapping[str, nn.Module]) -> list[Layer]:
     """Return the modules of all models, each once, in the order of `named_modules()`.
 
@@ -53,7 +80,7 @@ def layers_of(models: Mapping[str, nn.Module]) -> list[Layer]:
         names = {"": prefix}
         modules: dict[str, nn.Module] = {}
         reasons: dict[str, str | None] = {}
-        for qualified, module in model.named_modules(remove_duplicate=False):
+        for qualified, module in named_modules(model):
             modules[qualified] = module
             reason = None
             if qualified:
@@ -74,7 +101,7 @@ def layers_of(models: Mapping[str, nn.Module]) -> list[Layer]:
                 if name != known.name and name not in known.aliases:
                     known.aliases.append(name)
                 continue
-            if any(_wraps(module, attribute) for attribute, _ in module.named_children()):
+            if any(_wraps(module, attribute) for attribute in children(module)):
                 # A wrapper has the name of what it wraps, and is no layer of its own.
                 found[id(module)] = Layer(
                     name, module, root, leaf=False, why_not="a wrapper: what it wraps is recorded"
@@ -131,7 +158,7 @@ def describe(layers: list[Layer], recorded: list[Layer]) -> dict[str, Any]:
             "class": f"{type(layer.module).__module__}.{type(layer.module).__qualname__}",
             "leaf": layer.leaf,
             "recorded": id(layer) in hooked,
-            "parameters": [_parameter(name, p) for name, p in layer.module.named_parameters(recurse=False)],
+            "parameters": [_parameter(name, p) for name, p in own_parameters(layer.module).items()],
             "aliases": layer.aliases,
         }
         if id(layer) not in hooked and (layer.leaf or layer.why_not):
@@ -148,9 +175,7 @@ def _parameter(name: str, parameter: nn.Parameter) -> dict[str, Any]:
 
 
 def _is_leaf(module: nn.Module) -> bool:
-    return isinstance(module, _LEAVES_IN_EFFECT) or all(
-        _why_not_called(module, name, "") for name, _ in module.named_children()
-    )
+    return isinstance(module, _LEAVES_IN_EFFECT) or all(_why_not_called(module, name, "") for name in children(module))
 
 
 def _why_not_called(parent: nn.Module, attribute: str, name: str) -> str | None:
@@ -169,4 +194,4 @@ def _wraps(parent: nn.Module, attribute: str) -> bool:
     if attribute != "module":
         return attribute in _WRAPPED
     # "module" is a word that users take too.
-    return type(parent).__module__.startswith(_WRAPPER_PACKAGES) and len(list(parent.children())) == 1
+    return type(parent).__module__.startswith(_WRAPPER_PACKAGES) and len(children(parent)) == 1

@@ -105,7 +105,7 @@ class Ops:
         for owner in self._owners.values():
             module = owner.module()
             if module is not None and not owner.handles:
-                before, after = _Hook(owner, self._enter), _Hook(owner, self._leave)
+                before, after = (_Hook(owner, do, self._guard.fault) for do in (self._enter, self._leave))
                 owner.handles = [
                     module.register_forward_pre_hook(before, prepend=True),
                     module.register_forward_hook(after, always_call=True),
@@ -198,7 +198,7 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         ops = self._ops()
         operation = ops.operation(function) if ops is not None else None
-        if ops is None or operation is None:
+        if ops is None or operation is None or _is_ours(sys._getframe(1)):
             return function(*args, **(kwargs or {}))
         entered = threading.get_ident(), _sequence_number()
         result = function(*args, **(kwargs or {}))
@@ -216,13 +216,17 @@ class _UnderWay(threading.local):
 class _Hook(Uncopied):
     """A hook on a module, which calls a function with its owner."""
 
-    def __init__(self, owner: Owner, function: Callable[[Owner], None]) -> None:
+    def __init__(self, owner: Owner, function: Callable[[Owner], None], fault: Callable[[Exception], None]) -> None:
         self._owner = owner
         self._function = function
+        self._fault = fault
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         if self._owner.module() is module:
-            self._function(self._owner)
+            try:
+                self._function(self._owner)
+            except Exception as error:
+                self._fault(error)
 
 
 def check(names: tuple[str, ...]) -> None:
@@ -259,6 +263,11 @@ def _take_off(owner: Owner) -> None:
     for handle in owner.handles:
         handle.remove()
     owner.handles = []
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether it is our own hooks that compute something, and not the model."""
+    return str(frame.f_globals.get("__name__")).startswith("hookrec.")
 
 
 def _calling(frame: FrameType | None) -> FrameType | None:

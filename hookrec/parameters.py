@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hookrec.calls import Call, Sink
 from hookrec.guard import Guard
-from hookrec.layers import Layer
+from hookrec.layers import Layer, own_parameters
 from hookrec.optimizer_hooks import after_step, before_step, is_inner, take_off
 from hookrec.passes import at_end_of_pass, graph_task
 from hookrec.uncopied import Uncopied
@@ -100,7 +100,7 @@ class Parameters:
         for layer in layers:
             if not layer.matches(self._globs):
                 continue
-            for name, parameter in layer.module.named_parameters(recurse=False):
+            for name, parameter in own_parameters(layer.module).items():
                 if id(parameter) not in self._owned:
                     before = known.get(id(parameter))
                     if before is None or before.parameter() is not parameter or before.name != layer.name:

@@ -17,6 +17,7 @@ DEFAULT_KINDS = ("output", "grad_output")
 STORES = ("zarr", "hdf5")
 COMPRESSIONS = (None, "zstd", "lz4", "blosc")
 WHEN_FULL = ("block", "skip")
+DURABILITIES = ("process", "power")
 DEFAULT_TRIGGERS = ("n_nan > 0",)
 CLOCKS = ("optimizer", "forward", "manual")
 
@@ -45,6 +46,7 @@ class Plan:
         clock: what ends a step; "given" stands for an optimizer that was passed.
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system that is left free, likewise.
+        durability: whether a commit outlives the processes, or a loss of power as well.
         restart: how many times another writer process is started when it dies.
         flight: how many steps before that of a trigger are kept in flight mode; None if that is off.
         after: how many steps after it.
@@ -67,6 +69,7 @@ class Plan:
     clock: str = "optimizer"
     max_bytes: int = 50 * 10**9
     keep_free: float = 0.1
+    durability: str = "process"
     restart: int = 1
     flight: int | None = None
     after: int = 5
@@ -91,6 +94,7 @@ class Plan:
                 "The HDF5 store does not compress while it records. Use store='zarr', or compression=None."
             )
         _one_of("when_full", self.when_full, WHEN_FULL)
+        _one_of("durability", self.durability, DURABILITIES)
         if self.clock != "given":
             _one_of("clock", self.clock, CLOCKS)
         _whole("every", self.every, 1, "steps")
@@ -157,6 +161,7 @@ def plan_of(
     clock: str = "optimizer",
     max_bytes: str | int = "50GB",
     keep_free: float = 0.1,
+    durability: str = "process",
     restart: int = 1,
     flight: int | None = None,
     after: int = 5,
@@ -185,6 +190,7 @@ def plan_of(
         clock=clock,
         max_bytes=parse_bytes(max_bytes),
         keep_free=keep_free,
+        durability=durability,
         restart=restart,
         flight=flight,
         after=after,

@@ -7,13 +7,14 @@ from typing import Any
 import click
 
 from hookrec.errors import AttachError
-from hookrec.plan import CLOCKS, KINDS, STORES, WHEN_FULL, plan_of, read_plan
+from hookrec.plan import CLOCKS, DURABILITIES, KINDS, STORES, WHEN_FULL, plan_of, read_plan
 
 
 def plan_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that say what to record."""
     for option in (
         click.option("--keep-free", type=float, help="Share of the file system to leave free."),
+        click.option("--durability", type=click.Choice(DURABILITIES), help="What a committed step outlives."),
         click.option("--max-bytes", help="Bytes of tensors past which only statistics are recorded, such as 50GB."),
         click.option("--clock", type=click.Choice(CLOCKS), help="What ends a step."),
         click.option("--when-full", type=click.Choice(WHEN_FULL), help="When the disk is slower than the training."),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookrec.clock import check as check_clock
-from hookrec.control import heard, unheard
+from hookrec.control import heard, unheard, working_directory
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, describe, layers_of
 from hookrec.ops import check as check_ops
@@ -44,6 +44,7 @@ def attach(
     clock: str | Optimizer = "optimizer",
     max_bytes: str | int = "50GB",
     keep_free: float = 0.1,
+    durability: str = "process",
     restart: int = 1,
     flight: int | None = None,
     after: int = 5,
@@ -80,6 +81,9 @@ def attach(
             "forward" (a forward pass of the model begins a step) or "manual" (`step()`).
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system to leave free, likewise.
+        durability: what a step that is committed outlives: "process", the death of training and writer, by any signal;
+            "power", a loss of power as well, for which the writer waits for the disk before each commit. The training
+            waits for it only if the ring is full.
         restart: how many times another writer process is started when it dies; it goes on in the same trace.
         flight: flight mode: statistics of each step, and tensors only around a trigger: of its step, of so many
             recorded steps before it, and of `after` steps after it. An exception that ends the training and the death
@@ -111,6 +115,7 @@ def attach(
         clock=clock if isinstance(clock, str) else "given",
         max_bytes=max_bytes,
         keep_free=keep_free,
+        durability=durability,
         restart=restart,
         flight=flight,
         after=after,
@@ -119,7 +124,7 @@ def attach(
         trigger_limit=trigger_limit,
         signals=signals,
     )
-    return Recorder(_as_models(model), Path(os.path.abspath(path)), plan, clock)
+    return Recorder(_as_models(model), _absolute(path), plan, clock)
 
 
 class Recorder:
@@ -159,6 +164,7 @@ class Recorder:
         self._waiting = threading.Lock()
         self._signals = Signals(plan.signals, self._recording.trigger_soon)
         self._waited = False
+        self._left = False
         if (why := heard(self)) is not None:
             self._recording.note(None, f"this recording cannot be controlled from outside: {why}")
         # This also keeps a recorder alive that nobody holds: hookrec.attach(model, path) as a line of its own records.
@@ -278,6 +284,7 @@ class Recorder:
         self._detach(None)
 
     def _detach(self, error: BaseException | None) -> None:
+        self._left = True
         unheard(self)
         self._signals.close()
         if error is None:
@@ -290,7 +297,8 @@ class Recorder:
         self._detach(getattr(sys, "last_value", None))
 
     def _check_attached(self, what: str) -> None:
-        if self._waited:
+        # Whoever detaches from outside ends no training that goes on to log.
+        if self._left and self._waited:
             raise DetachedError(
                 f"{what}() after detach(): the trace at {self.path} is finished. attach() again, to another path."
             )
@@ -306,6 +314,15 @@ def _as_models(model: nn.Module | Mapping[str, nn.Module]) -> Mapping[str, nn.Mo
     raise AttachError(
         f"model is a {type(model).__qualname__}; it takes a torch.nn.Module, or a dict of name to module."
     )
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    try:
+        return Path(os.path.abspath(path))
+    except OSError:
+        raise AttachError(
+            f"{path} is relative, and the working directory of this process is gone. Give an absolute path."
+        ) from None
 
 
 def _make_directories(path: Path, undo: contextlib.ExitStack) -> Path:
@@ -349,14 +366,20 @@ def _rank() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        try:
+            return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        except ValueError:
+            raise AttachError(
+                f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} in the environment are no "
+                "numbers. Unset them, or start by torchrun, which sets both."
+            ) from None
     return 0, 1
 
 
 def _identity() -> dict[str, Any]:
     return {
         "command": sys.orig_argv,
-        "cwd": str(Path.cwd()),
+        "cwd": working_directory(),
         "packages": {"torch": torch.__version__},
         "seed": torch.initial_seed(),
     }

@@ -27,7 +27,7 @@ from hookrec.errors import AttachError, warn
 from hookrec.flight import ring_for, steps_that_fit
 from hookrec.guard import Guard
 from hookrec.hooks import Hooks
-from hookrec.layers import Layer, choose, describe, layers_of
+from hookrec.layers import Layer, choose, describe, layers_of, parameter_ids
 from hookrec.nothing import likely_cause
 from hookrec.parameters import Parameters
 from hookrec.plan import Plan
@@ -87,7 +87,9 @@ class Recording:
         ]
         # Another thread may be training: what its hooks tell waits until everything is there.
         with self._capture.lock:
-            self._clock = Clock(models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own)
+            self._clock = Clock(
+                models, clock, self._tick, self._begin_forward, self._end_forward, self._log_own, self.fault
+            )
             _recordings.add(self)
             try:
                 self._begin_step()
@@ -97,7 +99,7 @@ class Recording:
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the models have one of some parameters."""
-        ours = {id(p) for model in self._roots().values() for p in model.parameters()}
+        ours = parameter_ids(self._roots().values())
         return any(id(parameter) in ours for parameter in parameters)
 
     # What the hooks report.
@@ -149,6 +151,8 @@ class Recording:
         forward pass a number belongs to the step that ended, unless that step has one of this name.
         """
         with self._capture.lock:
+            if not self.active:
+                return
             if self._between and name not in self._logged:
                 self._logged.add(name)
                 self._add_scalars(self.step_number - 1, {name: value})
@@ -158,6 +162,8 @@ class Recording:
     def trigger(self, by: str, why: str) -> None:
         """Take a trigger; like a number it belongs to the step that ended, until the next forward pass."""
         with self._capture.lock:
+            if not self.active:
+                return
             step = self.step_number - self._between
             self._ring.facts.setdefault("triggers", []).append({"step": step, "by": by, "why": why})
 

@@ -43,6 +43,8 @@ class Signals:
             # The default of the two is death, which nobody who asks for them as triggers means.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+            if self._open:  # it was not the end: SIGCONT, SIGCHLD, SIGWINCH
+                signal.signal(number, self._handler)
 
     def close(self) -> None:
         """Put the handlers back that were there, where ours are on top."""
@@ -58,5 +60,7 @@ def check(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise AttachError(f"There is no signal {name!r} that can be caught; there are {', '.join(known)}.")
+        if signal.getsignal(getattr(signal, name)) is None:
+            raise AttachError(f"Signal {name} has a handler that was not installed by Python, and would be lost.")
     if names and threading.current_thread() is not threading.main_thread():
         raise AttachError("Signals can be watched from the main thread alone; attach there, or leave signals out.")

@@ -139,7 +139,10 @@ def receive(connection: socket.socket) -> dict[str, Any]:
         if not part or len(line) + len(part) > LINE_BYTES:
             raise ValueError("the line is not whole" if not part else f"the line is longer than {LINE_BYTES} bytes")
         line += part
-    message = json.loads(line)
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("the line is nested too deeply") from None
     if not isinstance(message, dict) or not isinstance(message.get("hookrec"), int):
         raise ValueError("the line is no message of hookrec's")
     return message

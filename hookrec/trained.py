@@ -19,6 +19,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hookrec.compiled import EagerSteps
+from hookrec.errors import warn
+from hookrec.layers import children, named_modules, parameter_ids
 from hookrec.uncopied import Uncopied
 
 Roots = dict[str, nn.Module]
@@ -67,7 +69,7 @@ class FirstCall:
         hooked = {id(hook.module()) for hook in self._hooks}
         for top in tops:
             self._tops[id(top)] = weakref.ref(top)
-            for module in top.modules():
+            for _, module in named_modules(top):
                 if id(module) not in hooked:
                     self._hooks.append(_CallHook(module, self._called))
         if self._hooks:
@@ -82,6 +84,12 @@ class FirstCall:
         self._eager.leave()
 
     def _called(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        try:
+            self._tell(module, args, kwargs)
+        except Exception as error:
+            warn(f"this training is not recorded, and goes on. {type(error).__name__}: {error}")
+
+    def _tell(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.close()
         before = set(module._forward_pre_hooks)
         self._told(self._roots(module))
@@ -92,11 +100,13 @@ class FirstCall:
 
     def _roots(self, called: nn.Module) -> Roots:
         roots: list[nn.Module] = []
-        inside = _parameters(called)
+        inside = parameter_ids([called])
         for reference in self._tops.values():
             top = reference()
             if top is not None:
-                whole = self._trained & _parameters(top) <= inside and any(m is called for m in top.modules())
+                whole = self._trained & parameter_ids([top]) <= inside and any(
+                    m is called for _, m in named_modules(top)
+                )
                 root = called if whole else top
                 if not any(root is other for other in roots):
                     roots.append(root)
@@ -114,10 +124,6 @@ class _CallHook(Uncopied):
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.module() is module:
             self._called(module, args, kwargs)
-
-
-def _parameters(module: nn.Module) -> set[int]:
-    return {id(p) for m in module.modules() for p in vars(m)["_parameters"].values()}
 
 
 def _outermost(trained: set[int]) -> list[nn.Module]:
@@ -159,17 +165,17 @@ def _variable(root: nn.Module) -> str | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         # Our own variables and PyTorch's are no names of a user's.
-        if not frame.f_globals.get("__name__", "").startswith(("hookrec.", "torch.")):
+        if not str(frame.f_globals.get("__name__")).startswith(("hookrec.", "torch.")):
             values = frame.f_locals
             owner = values.get("self")
             attributes = getattr(owner, "__dict__", {}) if not isinstance(owner, nn.Module) else {}
             for names in (values, attributes, frame.f_globals):
                 for name, value in list(names.items()):
-                    if value is root or (type(value).__module__.startswith("torch.") and _holds(value, root)):
+                    if value is root or (str(type(value).__module__).startswith("torch.") and _holds(value, root)):
                         return str(name)
         frame = frame.f_back
     return None
 
 
 def _holds(wrapper: object, root: nn.Module) -> bool:
-    return isinstance(wrapper, nn.Module) and [child is root for child in wrapper.children()] == [True]
+    return isinstance(wrapper, nn.Module) and [child is root for child in children(wrapper).values()] == [True]

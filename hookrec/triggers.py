@@ -8,6 +8,7 @@ NaN that stays does not fill the disk. Owned by the writer process.
 """
 
 import json
+import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,7 @@ class Triggers:
             line = {"step": fired.step, "time": round(time.time(), 3), "by": fired.by, "why": fired.why}
             self._file.write(json.dumps(line | {"detail": fired.detail, "first_step": first_step}) + "\n")
             self._file.flush()
+            os.fsync(self._file.fileno())  # a few lines a trace, and what is looked for first
 
     def is_written(self, fired: Fired) -> bool:
         """Whether an earlier writer has written it down."""

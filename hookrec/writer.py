@@ -6,22 +6,16 @@ that are whole and seals the trace. It never imports torch.
 """
 
 import contextlib
-import datetime
-import importlib.metadata
 import json
 import math
 import mmap
 import os
-import platform
 import resource
 import select
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hookrec.held import Held
+from hookrec.provenance import write_trace_file
 from hookrec.resume import Message, Predecessor
 from hookrec.ring import KEPT, LIMIT, MESSAGE, PAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
 from replay import format as trace_format
+from replay.files import sync
 from replay.format import STATISTICS, Placed, Stream
 from replay.log import LogWriter
 from replay.places import Places
@@ -60,9 +56,6 @@ _REST_S = 0.025
 _RING_BYTES_A_SECOND = 8e9
 _NICE = 10
 
-_ENVIRONMENT = ("CUDA_", "CUBLAS_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH_", "SLURM_JOB_ID", "RANK", "WORLD_SIZE")
-_PACKAGES = ("torch", "numpy", "hookrec", "transformers", "lightning", "accelerate")
-
 
 class Writer:
     """Writes one rank of a trace.
@@ -83,7 +76,8 @@ class Writer:
         # The checksum's extension takes no memoryview, but arrays that cannot be written to.
         self._readable = np.frombuffer(memory.toreadonly(), np.uint8)
         self._control = Control(memory)
-        self._log = LogWriter(directory)
+        self._durable = plan["durability"] == "power"
+        self._log = LogWriter(directory, durable=self._durable)
         streams = before.streams if before else ()
         # The writer before may have come as far as a change of the plan that is sent again.
         stored = plan["tensors"] or any(stream.location is not None for stream in streams)
@@ -147,7 +141,7 @@ class Writer:
             if self._plan["tensors"] and self._store is None:
                 self._store = open_writer(self._plan["store"], self._directory)
         if "model" in facts:
-            _write_model_file(self._directory, facts["model"])
+            _write_model_file(self._directory, facts["model"], durable=self._durable)
         self._add_streams(facts.get("streams", ()))
         for note in facts.get("notes", ()):
             self._notes_file.write(json.dumps(note) + "\n")
@@ -238,9 +232,29 @@ class Writer:
         self._pending.clear()
         self._uncommitted.clear()
         if len(columns["step"]):
+            if self._durable:
+                self._bring_to_disk(columns)
             self._log.append(columns)
         if self._store is not None and not self._control.stop_tensors:
             self._check_limits()
+
+    def _bring_to_disk(self, columns: dict[str, NDArray[Any]]) -> None:
+        """Bring to the disk itself what a commit names, before it is there: tensors, then the tables."""
+        if self._store is not None:
+            try:
+                self._store.sync()
+            except OSError as error:
+                self._take_back(columns, STORE_FAILED)
+                self._stop_tensors(STORE_FAILED, error)
+        for file in (self._streams_file, self._scalars_file, self._notes_file):
+            os.fdatasync(file.fileno())
+
+    def _take_back(self, columns: dict[str, NDArray[Any]], why: int) -> None:
+        """Turn records into such as have no tensor."""
+        columns["kept"][columns["kept"] == KEPT] = why
+        self._bytes -= int(columns["nbytes"].sum())
+        columns["row"][:] = columns["offset"][:] = -1
+        columns["nbytes"][:] = columns["crc32c"][:] = 0
 
     def _drop_tensors(self, parts: list[NDArray[Any]], *, pending: bool) -> None:
         """Drop the tensors of a step that the ring was too full to take whole: of its parts, and of those before."""
@@ -249,10 +263,7 @@ class Writer:
         if not pending:
             return
         for columns in self._pending:
-            columns["kept"][columns["kept"] == KEPT] = RING_FULL
-            self._bytes -= int(columns["nbytes"].sum())
-            columns["row"][:] = columns["offset"][:] = -1
-            columns["nbytes"][:] = columns["crc32c"][:] = 0
+            self._take_back(columns, RING_FULL)
         assert self._store is not None
         for stream, count in self._uncommitted.items():
             self._store.rewind(stream, count)
@@ -282,7 +293,14 @@ class Writer:
             self._notes_file.flush()
 
     def begin(self) -> None:
-        """Look at the limits before the first step."""
+        """Look at the limits before the first step, and see that the trace itself outlasts what its steps do."""
+        if self._durable:
+            for file in (self._directory.parent / trace_format.TRACE_FILE, self._directory / trace_format.MODEL_FILE):
+                with contextlib.suppress(FileNotFoundError):  # rank 0 writes the former
+                    sync(file)
+            for folder in (self._directory, *self._directory.parents):
+                with contextlib.suppress(OSError):  # one that we may not read has been there before us
+                    sync(folder)
         if self._store is not None:
             self._check_limits()
 
@@ -296,7 +314,7 @@ class Writer:
             self._store.close()
         usage = resource.getrusage(resource.RUSAGE_SELF)
         books = {**self.end["books"], "writer_cpu_s": round(usage.ru_utime + usage.ru_stime, 3)}
-        seal(self._directory, self.end["how"], self.end["detail"], books)
+        seal(self._directory, self.end["how"], self.end["detail"], books, durable=self._durable)
 
 
 _DIED = "the training process disappeared without detaching: it was killed, or crashed in native code"
@@ -317,7 +335,7 @@ def main(memory_fd: int, socket_fd: int) -> int:
         try:
             stack.enter_context(locked(directory))
             if config["trace"] is not None:
-                _write_trace_file(directory.parent, config)
+                write_trace_file(directory.parent, config)
             before = None
             if "resume" in config:
                 before = Predecessor(directory, config["resume"], Control(memory).released)
@@ -427,54 +445,8 @@ class _Source:
         del self._buffer[:begin]
 
 
-def _write_trace_file(root: Path, config: dict[str, Any]) -> None:
-    cwd = config["trace"]["cwd"]
-    provenance = {
-        "host": platform.node(),
-        "platform": platform.platform(),
-        "pid": config["pid"],
-        "command": config["trace"]["command"],
-        "cwd": cwd,
-        "python": platform.python_version(),
-        "packages": {**_versions(), **config["trace"]["packages"]},
-        "git": _git(cwd),
-        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)},
-        "seed": config["trace"]["seed"],
-    }
-    identity = {
-        "format": trace_format.FORMAT,
-        "version": trace_format.VERSION,
-        "id": uuid.uuid4().hex,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-        "plan": config["plan"],
-        "provenance": provenance,
-    }
-    trace_format.write_whole(root / trace_format.TRACE_FILE, json.dumps(identity, indent=1) + "\n")
-
-
-def _write_model_file(directory: Path, model: dict[str, Any]) -> None:
-    trace_format.write_whole(directory / trace_format.MODEL_FILE, json.dumps(model, indent=1) + "\n")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _git(cwd: str) -> dict[str, Any] | None:
-    """The commit that the training's folder is at, and whether files differ from it."""
-    if shutil.which("git") is None:
-        return None
-    try:
-        run = {"cwd": cwd, "capture_output": True, "text": True, "timeout": 2, "check": True}
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], **run).stdout.strip()  # type: ignore[call-overload]
-        status = subprocess.run(["git", "status", "--porcelain", "-uno"], **run).stdout  # type: ignore[call-overload]
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return {"commit": commit, "changed": bool(status.strip())}
+def _write_model_file(directory: Path, model: dict[str, Any], *, durable: bool = False) -> None:
+    trace_format.write_whole(directory / trace_format.MODEL_FILE, json.dumps(model, indent=1) + "\n", durable=durable)
 
 
 def _raise_file_limit() -> None:

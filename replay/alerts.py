@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.errors import TraceDamaged
-from replay.format import ALERTS_FILE, SENT_FILE, whole_lines
+from replay.format import ALERTS_FILE, SENT_FILE, parsed, whole_lines
 
 _LONGEST = 4000  # characters of a text: the one line must stay readable, and go through a webhook
 
@@ -71,7 +71,7 @@ def read_alerts(trace: Path) -> list[Alert]:
     found = []
     for number, line in enumerate(_lines(path), 1):
         try:
-            members = json.loads(line)
+            members = parsed(line)
             alert = Alert(**{name: members[name] for name in names})
             _check(alert)
         except (ValueError, KeyError, TypeError) as error:
@@ -90,7 +90,7 @@ def read_sent(trace: Path) -> set[tuple[str, str]]:
     found = set()
     for line in _lines(trace / SENT_FILE):
         try:
-            members = json.loads(line)
+            members = parsed(line)
             found.add((str(members["id"]), str(members["to"])))
         except (ValueError, KeyError, TypeError):
             continue  # the alert is then sent again, which is the lesser evil
@@ -149,7 +149,7 @@ class AlertFile:
         end = data.rfind(b"\n") + 1
         for line in data[:end].splitlines():
             try:
-                members = json.loads(line)
+                members = parsed(line)
                 self._take(str(members["id"]), str(members["rule"]))
             except (ValueError, KeyError, TypeError):
                 continue  # somebody else's line: it is named when the file is read

@@ -27,6 +27,8 @@ _CURVE = 16
 
 _FEW_SHAPES = 3
 
+_OF_OTHER_FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".npy", ".npz", ".arrow", ".feather", ".h5", ".zarr", ".xlsx")
+
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
@@ -83,7 +85,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "tensor bytes": trace.nbytes,
         "no tensor": trace.not_kept,
         "silent": [f"{layer or '(root)'}: {why}" for layer, why in trace.silent],
-        "notes": [f"{note['layer'] or 'all layers'}: {note['note']}" for note in trace.notes],
+        "notes": [_note(note) for note in trace.notes],
         "triggers": [_trigger(line) for line in trace.triggers],
         "cost": _cost(trace),
         "created": trace.identity["created"],
@@ -91,6 +93,11 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "git": f"{git['commit']}{', with changes' if git.get('changed') else ''}" if git.get("commit") else None,
         "versions": provenance.get("packages", {}),
     }
+
+
+def _note(note: dict[str, Any]) -> str:
+    step = "" if note["step"] is None else f", step {note['step']}"
+    return f"{note['layer'] or 'all layers'}{step}: {note['note']}"
 
 
 def _reason(end: dict[str, Any]) -> str:
@@ -281,6 +288,8 @@ def export(
     overwrite: bool,
 ) -> None:
     """Write records to a Parquet file, one row a record, for pandas, polars, DuckDB, Spark."""
+    if out.suffix.lower() in _OF_OTHER_FORMATS:
+        raise replay.BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
     selection = replay.open(trace).select(layers or None, kinds or None, where=where)
     selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
     click.echo(f"wrote {out}", err=True)

@@ -29,12 +29,12 @@ def decompress(codec: str, data: bytearray, nbytes: int) -> bytearray:
     Raises:
         TraceDamaged: they are not what was compressed.
     """
-    out = bytearray(nbytes)
-    if not nbytes:
-        return out
     try:
+        out = bytearray(nbytes)
+        if not nbytes:
+            return out
         _coder(codec, 1).decode(data, out)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, MemoryError, OverflowError) as error:
         raise TraceDamaged(f"A record compressed by {codec} cannot be read: {error}.") from None
     return out
 

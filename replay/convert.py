@@ -34,6 +34,7 @@ from replay.format import (
     STREAMS_FILE,
     TRACE_FILE,
     Stream,
+    parsed,
     write_whole,
 )
 from replay.hdf5_store import MASTER, SEGMENTS_FILE
@@ -140,7 +141,7 @@ def _claim(partial: Path, wanted: dict[str, Any]) -> None:
     """Make sure that what is in a directory is of this conversion."""
     path = partial / _PLAN
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if {child.name for child in partial.iterdir()} - {LOCK_FILE, _PLAN + ".partial"}:
             raise CannotConvert(f"{partial} is there, and no conversion of ours. Remove it first.") from None

@@ -68,6 +68,7 @@ class Diff:
             `replay.distance.Distance`; error and tolerance as in `replay.tolerance`; within; note.
         only_a: what is only in A, a row a rank, layer, kind and path: how many records, the first and the last step.
         only_b: likewise what is only in B, by B's names and steps.
+        damaged: how many tensors could not be read, and were compared by their statistics.
         notes: what else is to be known: steps that only one has, other dtypes, tensors that could not be read.
     """
 
@@ -75,12 +76,13 @@ class Diff:
     rows: pa.Table
     only_a: pa.Table
     only_b: pa.Table
+    damaged: int
     notes: list[str]
 
     @property
     def equal(self) -> bool:
-        """Whether every record has a partner and is within tolerance of it, in the steps that both traces have."""
-        return self.first is None and not len(self.only_a) and not len(self.only_b)
+        """Whether every record has a partner, could be read, and is within tolerance, in the steps that both have."""
+        return self.first is None and not len(self.only_a) and not len(self.only_b) and not self.damaged
 
 
 def diff(
@@ -195,11 +197,17 @@ class _Comparison:
                 rows = []
         batches.append(pa.RecordBatch.from_pylist(rows, _ROWS))
         table = pa.Table.from_batches(batches).unify_dictionaries()
+        if not len(table):
+            raise BadQuery(
+                "No record of A has a partner in B: the layers have other names (map=, --map 'A=B'), or other kinds "
+                "were recorded. replay ls shows both."
+            )
         return Diff(
             first=None if first is None else first[2],
             rows=table,
             only_a=self._alignment.only_a.table(),
             only_b=self._alignment.only_b.table(),
+            damaged=len(self._damaged),
             notes=notes + self._notes(counts),
         )
 

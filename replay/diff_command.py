@@ -202,7 +202,8 @@ def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
     elif found.equal:
         click.secho(f"no difference: {compared}, all within tolerance", bold=True)
     else:
-        click.secho(f"no divergence: {compared}, all within tolerance, but not every record has a partner", bold=True)
+        but = "tensors could not be read" if found.damaged else "not every record has a partner"
+        click.secho(f"no divergence: {compared}, all within tolerance, but {but}", bold=True)
     for name, table in (("A", found.only_a), ("B", found.only_b)):
         rows = table.to_pylist()
         for row in rows[:limit]:
@@ -211,7 +212,7 @@ def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
             click.echo(f"only in {name}: {row['layer'] or '(root)'} {row['kind']}{path}, {steps}")
         if len(rows) > limit:
             click.echo(f"only in {name}: {len(rows) - limit:,} more; --limit shows them")
-    if len(found.only_a) and len(found.only_b):
+    if set(found.only_a["layer"].to_pylist()) != set(found.only_b["layer"].to_pylist()):
         click.echo("if these are the same layers by other names, say so: --map 'A=B'")
     for note in found.notes:
         click.echo(note)

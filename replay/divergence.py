@@ -65,7 +65,7 @@ class Divergence:
 
     def _size(self) -> str:
         said = [self.note] if self.note else []
-        if not math.isnan(self.max_abs):
+        if math.isfinite(self.error) and not math.isnan(self.max_abs):
             at = f" at {list(self.where)}" if self.where is not None else ""
             said.append(f"max abs {self.max_abs:.3g}{at}, relative {self.relative:.3g}")
         if math.isfinite(self.error):
@@ -90,7 +90,7 @@ class Divergence:
             if self.inputs == "agree" and self.parameters in ("agree", ""):
                 said.append("so it is the layer itself that computes something else")
         elif self.kind == "input":
-            said.append("what leads to it from the layers that ran before is something else")
+            said.append("what leads to it, from the batch or from the layers that ran before, is something else")
         elif self.kind.startswith("grad_"):
             said.append("a gradient comes from the backward pass of what takes this output, or of the loss")
         before = f"differs by at most {self.before:.2g}" if self.before else "is equal"

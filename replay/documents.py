@@ -5,7 +5,6 @@
 version may have them.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from replay.format import (
     TRACE_FILE,
     TRIGGERS_FILE,
     VERSION,
+    parsed,
     whole_lines,
 )
 
@@ -39,7 +39,7 @@ def read_identity(path: Path) -> dict[str, Any]:
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
         if inside:
-            hint = f"There are traces inside: {', '.join(inside[:5])}."
+            hint = f"Traces are inside, such as {path / inside[0]}; replay list {path} shows them all."
         elif (path.absolute().parent / TRACE_FILE).exists():
             hint = f"The trace is the directory above, {path.absolute().parent}."
         else:
@@ -119,7 +119,7 @@ def _where_since(path: Path, since: int) -> int:
             file.seek(size - back)
             skipped, line = file.readline(), file.readline()
         try:
-            if json.loads(line)["step"] < since:
+            if parsed(line)["step"] < since:
                 return size - back + len(skipped)
         except (ValueError, TypeError, KeyError):
             return 0  # whoever reads from the beginning is told what is wrong with it
@@ -129,7 +129,7 @@ def _where_since(path: Path, since: int) -> int:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (ValueError, OSError) as error:
@@ -142,7 +142,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _lines(path: Path, start: int = 0, **members: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(whole_lines(path, start)[0], 1):
         try:
-            found = json.loads(line)
+            found = parsed(line)
         except ValueError as error:
             where = f"Line {number}" + (f" after byte {start:,}" if start else "")
             raise TraceDamaged(f"{where} of {path} cannot be read: {error}") from None

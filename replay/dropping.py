@@ -18,7 +18,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
-from replay.format import DROPPED_FILE, KEPT, RAGGED, Stream, write_whole
+from replay.format import DROPPED_FILE, KEPT, RAGGED, Stream, parsed, write_whole
 from replay.log import Log
 from replay.ragged import Member, Shards, forget_shards, shards_of, tensors_before
 from replay.seal import COLUMNS_OF_ROWS, read_streams, rows_of
@@ -83,7 +83,7 @@ def read_dropped(rank_directory: Path) -> Dropped:
     """
     path = rank_directory / DROPPED_FILE
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parsed(path.read_text(encoding="utf-8"))
         rows = {int(stream): count for stream, count in found["streams"].items()}
         why, time, nbytes = found["why"], found["time"], found["bytes"]
         if not (isinstance(why, str) and isinstance(time, str)):

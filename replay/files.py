@@ -1,7 +1,8 @@
 """How bytes reach a file and come back: past the page cache where that works, with few files open.
 
 Direct I/O takes whole pages only, from page borders in memory to page borders in the file. Where a file system has
-none, or refuses it at the first write, writing goes on through the page cache.
+none, or refuses it at the first write, writing goes on through the page cache. Either way it is the system that decides
+when bytes reach the disk itself; what is to outlast a loss of power is brought there by `sync`.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ class Files:
     def __init__(self, flags: int) -> None:
         self._flags = flags | os.O_CLOEXEC
         self._fds: OrderedDict[tuple[Path, bool], int] = OrderedDict()
+        self._unsynced: set[Path] = set()
         self._most = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def write(self, path: Path, parts: Sequence[memoryview], offset: int, *, direct: bool) -> None:
@@ -54,6 +56,7 @@ class Files:
             OSError: not all was written.
         """
         fd = self._fd(path, direct)
+        self._unsynced.add(path)
         while parts:
             try:
                 written = os.pwritev(fd, parts, offset)
@@ -72,8 +75,34 @@ class Files:
                 whole += 1
             parts = [parts[whole][written:], *parts[whole + 1 :]] if whole < len(parts) else []
 
+    def sync(self) -> set[Path]:
+        """Bring to the disk itself what was written since the last call; return which files that were.
+
+        Raises:
+            OSError: the bytes of one are not there, and are lost.
+        """
+        written, self._unsynced = self._unsynced, set()
+        for path in written:
+            os.fdatasync(self._fd(path, direct=(path, True) in self._fds))
+        return written
+
+    def read(self, path: Path, offset: int, nbytes: int) -> bytearray:
+        """Return committed bytes from an offset on.
+
+        Raises:
+            TraceDamaged: they are not all there.
+        """
+        # Looked at first, since a damaged number would have us take any amount of memory.
+        with contextlib.suppress(OSError):
+            there = os.fstat(self._fd(path, direct=False)).st_size
+            if offset < 0 or there - offset < nbytes:
+                raise _too_short(path, offset, nbytes, max(0, there - offset))
+        data = bytearray(nbytes)
+        self.fill(path, data, offset)
+        return data
+
     def fill(self, path: Path, data: bytearray | memoryview, offset: int) -> None:
-        """Read committed bytes from an offset on.
+        """Read committed bytes from an offset on into memory that is there.
 
         Raises:
             TraceDamaged: they are not all there.
@@ -88,7 +117,7 @@ class Files:
                 f"{path} cannot be read: {error}. The records of other files can still be read."
             ) from error
         if got != len(into):
-            raise TraceDamaged(f"{path} is too short: {len(into)} bytes were committed at {offset}, {got} are there.")
+            raise _too_short(path, offset, len(into), got)
 
     def drop(self, path: Path) -> None:
         """Close a file that will not be needed soon."""
@@ -117,6 +146,31 @@ class Files:
             fd = os.open(path, self._flags, 0o666)  # a file system without direct I/O
         self._fds[key] = fd
         return fd
+
+
+def _too_short(path: Path, offset: int, nbytes: int, there: int) -> TraceDamaged:
+    return TraceDamaged(f"{path} is too short: {nbytes} bytes were committed at {offset}, {there} are there.")
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names that a folder has, to the disk itself.
+
+    Raises:
+        OSError: that cannot be.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(folder: Path) -> None:
+    """Bring whatever is in a folder to the disk itself."""
+    for place, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(place, name))
+        sync(Path(place))
 
 
 def _close(fd: int) -> None:

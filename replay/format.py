@@ -6,6 +6,7 @@ What a file looks like inside is known by the module that reads and writes it (`
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
+from replay.files import sync
 
 FORMAT = "hookrec-trace"
 VERSION = 1
@@ -129,7 +131,7 @@ class Stream:
     @property
     def nbytes(self) -> int:
         """Bytes of one record."""
-        return numpy_dtype(self.dtype).itemsize * int(np.prod(self.shape, dtype=np.int64))
+        return numpy_dtype(self.dtype).itemsize * math.prod(self.shape)
 
     def to_json(self) -> str:
         """Return the stream's line in `streams.jsonl`, without the newline."""
@@ -156,7 +158,7 @@ class Stream:
             TraceDamaged: the line is not a stream, or its location would leave the store.
         """
         try:
-            found = json.loads(line)
+            found = parsed(line)
             stream = cls(
                 id=_integer(found["id"]),
                 layer=_string(found["layer"]),
@@ -295,11 +297,27 @@ def as_attribute(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all."""
+def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
+    """Write a small file so that it is there whole or not at all; if `durable`, after a loss of power as well."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
+    if durable:
+        sync(partial)
     os.replace(partial, path)
+    if durable:
+        sync(path.parent)
+
+
+def parsed(text: str | bytes) -> Any:
+    """Return the JSON value that a text is.
+
+    Raises:
+        ValueError: it is none, or is nested more deeply than anything of ours.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def whole_lines(path: Path, start: int = 0) -> tuple[list[str], int]:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from replay.errors import TraceDamaged
-from replay.files import PAGE, VECTOR, Files
-from replay.format import ML_DTYPES, Placed, Rows, Stream, as_attribute, numpy_dtype, whole_lines
+from replay.files import PAGE, VECTOR, Files, sync
+from replay.format import ML_DTYPES, Placed, Rows, Stream, as_attribute, numpy_dtype, parsed, whole_lines
 
 MASTER = "tensors.h5"
 SEGMENTS_FILE = "segments.jsonl"
@@ -115,6 +115,11 @@ class Hdf5Writer:
         """Forget rows that will not be committed; their place is taken again."""
         self._rows[stream_id] = rows
 
+    def sync(self) -> None:
+        """Bring what was written since the last call to the disk itself."""
+        self._files.sync()
+        os.fdatasync(self._lines.fileno())
+
     def close(self) -> None:
         """Close the files. Sealing is done from the log."""
         self._files.close()
@@ -157,7 +162,10 @@ class Hdf5Writer:
         self._segment += 1
         partial = path.with_name(path.name + ".partial")
         offsets = _make_segment(partial, [(self._streams[number], count) for number, count in rows.items()])
+        # The line below must name nothing that a loss of power could take. A segment is rare, and next to empty.
+        sync(partial)
         partial.replace(path)
+        sync(self._directory)
         line: list[list[int]] = []
         for (number, count), offset in zip(rows.items(), offsets, strict=True):
             parts = self._known.setdefault(number, [])
@@ -188,10 +196,7 @@ class Hdf5Reader:
         Raises:
             TraceDamaged: the file is missing or too short.
         """
-        data = bytearray(nbytes)
-        if nbytes:
-            self._files.fill(self._segment(stream, row), data, offset)
-        return data
+        return self._files.read(self._segment(stream, row), offset, nbytes) if nbytes else bytearray()
 
     def _segment(self, stream: Stream, row: int) -> Path:
         for look in (1, 2):
@@ -424,7 +429,7 @@ def _read_parts(rank_directory: Path) -> dict[int, list[_Part]]:
     path = rank_directory / SEGMENTS_FILE
     for line in whole_lines(path)[0]:
         try:
-            segment = json.loads(line)
+            segment = parsed(line)
             name = segment["file"]
             if not _SEGMENT.fullmatch(name):
                 raise ValueError(f"{name!r} is no name of a segment")

@@ -8,7 +8,7 @@ columns: so a segment that has grown, or whose trace is sealed, is turned into P
 import contextlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,10 +18,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
+from replay.files import sync
 from replay.format import RECORD_SCHEMA, VERSION
 
 COMPACT_ROWS = 1 << 17
 CHECKSUM = b"hookrec:crc32c"
+UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
+"""What pyarrow raises at files that are damaged."""
+
 _SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
 
 # Statistics seldom repeat, so a dictionary of them is larger than they are. Split by significance, their bytes
@@ -34,10 +38,15 @@ class LogWriter:
     """Appends commits to the log of one rank.
 
     Owned by the writer process. An existing log is continued: a torn last batch is cut off.
+
+    Args:
+        rank_directory: the rank.
+        durable: whether a commit is on the disk itself before `append` returns.
     """
 
-    def __init__(self, rank_directory: Path) -> None:
+    def __init__(self, rank_directory: Path, *, durable: bool = False) -> None:
         self._directory = rank_directory
+        self._durable = durable
         segments = segment_files(rank_directory)
         last = max(segments, default=-1)
         self._number = last + 1 if last < 0 or segments[last].suffix == ".parquet" else last
@@ -60,6 +69,9 @@ class LogWriter:
             self._write(RECORD_SCHEMA.serialize().to_pybytes())
         else:
             os.ftruncate(self._fd, self._length)
+        if self._durable:  # also what a writer that was killed has appended, and not brought there
+            os.fdatasync(self._fd)
+            sync(self._directory)
 
     # What pyarrow writes is collected, so that a commit reaches the file by one write.
     closed = False
@@ -82,6 +94,8 @@ class LogWriter:
             written = 0
             while written < len(data):
                 written += os.pwrite(self._fd, memoryview(data)[written:], self._length + written)
+            if self._durable:
+                os.fdatasync(self._fd)
         except OSError:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._length)
@@ -139,7 +153,10 @@ def compact(path: Path) -> None:
             write_page_checksum=True,
             row_group_size=COMPACT_ROWS,
         )
+        file.flush()
+        os.fsync(file.fileno())  # what is removed below may have been on the disk for hours
     partial.replace(target)
+    sync(target.parent)
     path.unlink(missing_ok=True)
 
 
@@ -182,7 +199,11 @@ class Log:
         return self
 
     def dataset(self) -> Any:
-        """Return the records, in the order of execution, as a `pyarrow.dataset.Dataset` of what is committed now."""
+        """Return the records, in the order of execution, as a `pyarrow.dataset.Dataset` of what is committed now.
+
+        Raises:
+            TraceDamaged: a file of it is no part of a log. Of what is inside of files, whoever reads on is told.
+        """
         import pyarrow.dataset as ds
 
         tail = ds.dataset(pa.Table.from_batches(self._batches, RECORD_SCHEMA))
@@ -191,7 +212,10 @@ class Log:
         checked = ds.ParquetFileFormat(
             default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
         )
-        sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format=checked)
+        with self._named():
+            sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format=checked)
+            for fragment in sealed.get_fragments():
+                check_schema(fragment.physical_schema, fragment.path)
         return ds.dataset([sealed, tail]) if self._batches else sealed
 
     def table(self, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
@@ -200,10 +224,21 @@ class Log:
         Args:
             columns: names of columns of the schema; all if None.
             where: a `pyarrow.compute.Expression` over columns of the schema.
+
+        Raises:
+            TraceDamaged: the log cannot be read.
         """
+        with self._named():
+            table = self.dataset().to_table(columns=None if columns is None else list(columns), filter=where)
+            if any(column.null_count for column in table.columns):
+                raise pa.ArrowInvalid("a column has nulls")
+        return table
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
         try:
-            return self.dataset().to_table(columns=None if columns is None else list(columns), filter=where)
-        except (pa.ArrowException, OSError) as error:
+            yield
+        except UNREADABLE as error:
             raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
         except UnicodeEncodeError:
             raise TraceDamaged(
@@ -215,10 +250,8 @@ class Log:
         """How many records are committed."""
         import pyarrow.parquet as pq
 
-        try:
+        with self._named():
             sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
-        except (pa.ArrowException, OSError) as error:
-            raise TraceDamaged(f"The log in {self._directory} cannot be read: {error}") from error
         return sealed + sum(len(batch) for batch in self._batches)
 
 
@@ -291,9 +324,11 @@ class Following:
             return None
         try:
             with path.open("rb") as source, pq.ParquetFile(source, page_checksum_verification=True) as file:
-                rows = file.metadata.num_rows
-                return RECORD_SCHEMA.empty_table() if rows == done else file.read().slice(done).cast(RECORD_SCHEMA)
-        except (pa.ArrowException, OSError) as error:
+                check_schema(file.schema_arrow, path)
+                if file.metadata.num_rows == done:
+                    return RECORD_SCHEMA.empty_table()
+                return file.read(RECORD_SCHEMA.names).slice(done).cast(RECORD_SCHEMA)
+        except UNREADABLE as error:
             raise TraceDamaged(f"{path} cannot be read: {error}") from error
 
 
@@ -313,12 +348,10 @@ class TailReader:
         source = pa.BufferReader(self._head + data)
         try:
             reader = pa.ipc.open_stream(source)
-        except (pa.ArrowException, OSError):
+        except UNREADABLE:
             return []  # the head is not there yet, or torn
         if not reader.schema.equals(RECORD_SCHEMA):
-            raise TraceDamaged(
-                f"{self.path} is no commit log of format version {VERSION}: its columns are {reader.schema.names}."
-            )
+            raise TraceDamaged(f"{self.path} is no commit log of format version {VERSION}: its columns are others.")
         if not self._head:
             self._head = data[: source.tell()]
             self.position = len(self._head)
@@ -330,12 +363,19 @@ class TailReader:
                 batch.validate()  # lengths that were damaged would have us read beyond the file
                 if metadata is None or metadata.get(CHECKSUM) != _checksum(batch):
                     break
-            except (StopIteration, pa.ArrowException, OSError):
+            except (StopIteration, *UNREADABLE):
                 break
             batches.append(batch)
             good = source.tell()
         self.position += good - len(self._head)
         return batches
+
+
+def check_schema(found: pa.Schema, path: str | Path) -> None:
+    """Raise ArrowInvalid where the columns of a segment are not ours: Parquet's footer has no checksum."""
+    for field in RECORD_SCHEMA:
+        if field.name not in found.names or not found.field(field.name).equals(field):
+            raise pa.ArrowInvalid(f"{path} has no column {field.name} of {field.type}")
 
 
 def segment_files(rank_directory: Path) -> dict[int, Path]:

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from replay.errors import TraceDamaged
-from replay.format import RECORD_SCHEMA, VERSION
-from replay.log import CHECKSUM, TailReader, segment_files
+from replay.format import RECORD_SCHEMA
+from replay.log import CHECKSUM, UNREADABLE, TailReader, check_schema, segment_files
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,7 @@ class Segment:
                 yield from self._read.read()
                 return
             with self._parquet() as file:
-                names = file.schema_arrow.names
-                if names[: len(RECORD_SCHEMA.names)] != RECORD_SCHEMA.names:
-                    raise TraceDamaged(f"{self.path} is no commit log of version {VERSION}: its columns are {names}.")
+                check_schema(file.schema_arrow, self.path)
                 rows = 0
                 for batch in file.iter_batches(4096):
                     batch.validate()
@@ -101,7 +99,7 @@ class Segment:
     def _named(self) -> Iterator[None]:
         try:
             yield
-        except (pa.ArrowException, OSError) as error:
+        except UNREADABLE as error:
             raise TraceDamaged(f"{self.path} cannot be read: {error}") from error
 
 
@@ -116,6 +114,6 @@ def _is_whole(message: bytes) -> bool:
     """Whether all bytes of an Arrow message are there, whatever they are."""
     try:
         pa.ipc.read_message(message)
-    except (pa.ArrowException, OSError, EOFError):
+    except (EOFError, *UNREADABLE):
         return False
     return True

@@ -10,7 +10,7 @@ ours, and cannot give itself any: the settings are locked before it runs.
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from replay.errors import BadQuery, NotRecorded, ReplayError, TraceDamaged
 from replay.format import KEPT, MODES, RECORD_SCHEMA, STATISTICS, Stream
+from replay.log import UNREADABLE
 
 if TYPE_CHECKING:
     import duckdb
@@ -78,7 +79,7 @@ def rows_where(parts: Sequence[Part], where: str) -> pa.Table:
         BadQuery: the condition cannot be understood.
         TraceDamaged: the log cannot be read.
     """
-    with connect() as connection:
+    with connect() as connection, _damage_named(parts):
         _add_records(connection, parts)
         return _rows_where(connection, where, _COLUMNS).cast(RECORDS)
 
@@ -132,7 +133,7 @@ def answer(query: str, parts: Sequence[Part], more: Mapping[str, Callable[[], pa
     """
     import duckdb
 
-    with connect() as connection:
+    with connect() as connection, _damage_named(parts):
         trouble: list[ReplayError] = []
         tables = {"records": _COLUMNS, "streams": _streams(parts[:0]).column_names}
         try:
@@ -152,6 +153,27 @@ def answer(query: str, parts: Sequence[Part], more: Mapping[str, Callable[[], pa
                 raise trouble[0] from None
             raise BadQuery(f"The query cannot be answered: {_reason(error)}\n{_there(tables)}") from None
     return _plain(found)
+
+
+@contextlib.contextmanager
+def _damage_named(parts: Sequence[Part]) -> Iterator[None]:
+    """Raise TraceDamaged where a log cannot be read, which DuckDB reports as it does a mistake in a query."""
+    import duckdb
+
+    try:
+        yield
+    except (duckdb.Error, BadQuery) as error:
+        if not isinstance(
+            error if isinstance(error, duckdb.Error) else error.__context__, duckdb.InvalidInputException
+        ):
+            raise
+        for part in parts:
+            try:
+                for _ in part.log.to_batches():
+                    pass
+            except UNREADABLE as damage:
+                raise TraceDamaged(f"The log of rank {part.rank} cannot be read: {damage}") from None
+        raise
 
 
 def _add_records(connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from replay.errors import BadQuery
+from replay.format import parsed
 
 Map = Mapping[str, str] | Iterable[str] | str | Path | None
 """Rules old to new: a mapping, "old=new" strings, or a TOML or JSON file that holds a table of them."""
@@ -38,12 +39,11 @@ def rules_of(given: Map) -> dict[str, str]:
 
 
 def _of_file(path: Path) -> dict[str, str]:
-    import json
     import tomllib
 
     try:
         text = path.read_text(encoding="utf-8")
-        found = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        found = parsed(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise BadQuery(
             f"The map {str(path)!r} is no rule 'old=new', and there is no such file. "

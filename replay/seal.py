@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.files import sync_tree
 from replay.format import (
     END_FILE,
     KEPT,
@@ -73,7 +74,7 @@ def rows_of(columns: Mapping[str, NDArray[Any]], streams: Iterable[Stream]) -> I
         yield stream, Rows(*(columns[name][order[first:last]] for name in Rows._fields))
 
 
-def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, Any]) -> None:
+def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, Any], *, durable: bool = False) -> None:
     """Finish a rank's store and log and write `end.json`.
 
     Args:
@@ -81,6 +82,7 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
         how: one of the words of section 11 of the format.
         detail: a sentence on it.
         books: what recording cost and dropped, as far as it is known.
+        durable: whether all is brought to the disk itself before it counts as finished.
     """
     log = Log(rank_directory).refresh()
     table = log.table(COLUMNS_OF_ROWS)
@@ -97,7 +99,9 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
         "bytes": int(columns["nbytes"].sum()),
         "books": books,
     }
-    write_whole(rank_directory / END_FILE, json.dumps(end, indent=1) + "\n")
+    if durable:
+        sync_tree(rank_directory)
+    write_whole(rank_directory / END_FILE, json.dumps(end, indent=1) + "\n", durable=durable)
 
 
 def is_sealed(rank_directory: Path) -> bool:

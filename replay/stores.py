@@ -33,6 +33,10 @@ class StoreWriter(Protocol):
         """Forget rows that will not be committed."""
         ...
 
+    def sync(self) -> None:
+        """Bring what was written to the disk itself; raise OSError if that cannot be."""
+        ...
+
     def close(self) -> None:
         """Close the files."""
         ...

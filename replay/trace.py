@@ -419,7 +419,7 @@ class _Rank:
             order = np.lexsort((columns["step"][known], of_rows))
             columns = {name: column[known][order] for name, column in columns.items()}
             found, first = np.unique(of_rows[order], return_index=True)
-            ends = [*first[1:].tolist(), len(order)]
+            ends = [*first[1:].tolist(), len(order)][: len(found)]
             for number, begin, end in zip(found.tolist(), first.tolist(), ends, strict=True):
                 self._places[number] = _Places(**{name: column[begin:end] for name, column in columns.items()})
             if key not in self._places:

@@ -6,7 +6,6 @@ log and to what the store says of the same streams. A number that was changed in
 nothing else: so nothing here asks `Trace`, which wants its tables whole.
 """
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from replay.format import (
     Rows,
     Stream,
     check_location,
+    parsed,
     whole_lines,
 )
 from replay.log_segments import segments_of
@@ -284,7 +284,7 @@ def _lines_that_are_no_objects(path: Path, trace: Path, rank: int | None, *, sea
         return
     for number, line in enumerate(lines[:-1], 1):
         try:
-            good = isinstance(json.loads(line.decode("utf-8")), dict)
+            good = isinstance(parsed(line.decode("utf-8")), dict)
         except ValueError:
             good = False
         if not good:

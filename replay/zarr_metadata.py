@@ -15,7 +15,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.format import numpy_dtype, write_whole
+from replay.errors import TraceDamaged
+from replay.format import numpy_dtype, parsed, write_whole
 
 GROUP: dict[str, Any] = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 MISSING = 2**64 - 1
@@ -126,7 +127,7 @@ def document_faults(path: Path, wanted: dict[str, Any], *, dropped: bool = False
     """
     data = bytes_of(path)
     try:
-        found = json.loads(data.decode("utf-8")) if data is not None else None
+        found = parsed(data.decode("utf-8")) if data is not None else None
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -162,11 +163,21 @@ def drop_first(path: Path, dtype: str, rows: int) -> dict[str, Any]:
     """Say in the array in a directory that its first rows will be dropped; return what it says now.
 
     To Zarr, a missing shard is full of the fill value: NaN from now on, where the dtype has one, rather than zero.
+
+    Raises:
+        TraceDamaged: the array is not what it should be; nothing was changed.
     """
-    metadata: dict[str, Any] = json.loads((path / "zarr.json").read_text(encoding="utf-8"))
+    file = path / "zarr.json"
+    try:
+        metadata: dict[str, Any] = parsed(file.read_bytes())
+        there = metadata["shape"][0]
+        if not isinstance(there, int) or there < 0:
+            raise TypeError(f"{there!r} is no number of rows")
+        metadata["attributes"][DROPPED_ROWS] = rows
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TraceDamaged(f"{file} does not say what the array has: {error!r}. Nothing of it is dropped.") from None
     if dtype in ("float16", "float32", "float64"):
         metadata["fill_value"] = "NaN"
-    metadata["attributes"][DROPPED_ROWS] = rows
     write_array(path, metadata)
     return metadata
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from replay.codecs import compress, decompress, zarr_codec
 from replay.errors import TraceDamaged
-from replay.files import PAGE, VECTOR, Files, stride_of
+from replay.files import PAGE, VECTOR, Files, stride_of, sync
 from replay.format import RAGGED, Placed, Rows, Stream, as_attribute, numpy_dtype
 from replay.ragged import Appender, Member, Shards, place_faults, seal_place
 from replay.zarr_metadata import (
@@ -60,6 +60,8 @@ class ZarrWriter:
         self._files = Files(os.O_RDWR | os.O_CREAT)
         self._root.mkdir(parents=True, exist_ok=True)
         write_group(self._root)
+        self._new: list[Path] = [self._root]
+        self._known: set[Path] = set()  # files whose names are on the disk itself
 
     def add(self, stream: Stream, rows: int = 0) -> None:
         """Make the array of a stream that has `rows` committed rows already."""
@@ -68,6 +70,7 @@ class ZarrWriter:
         if stream.layout == RAGGED:
             if location not in self._shared:
                 self._shared[location] = Appender(group, stream, self._files)
+                self._new += [group.parent, group, group / "data"]
             self._streams[stream.id] = _Sharing(self._shared[location], stream.nbytes, rows)
             return
         group.mkdir(parents=True, exist_ok=True)
@@ -76,6 +79,7 @@ class ZarrWriter:
         write_array(group / "data", _array_metadata(stream, rows, one_row_a_step=False))
         (group / "data" / "c").mkdir(exist_ok=True)
         self._streams[stream.id] = _Appending(stream, rows, group / "data")
+        self._new += [group.parent, group, group / "data"]
 
     def append(self, stream_id: int, memory: memoryview, places: Sequence[int]) -> list[Placed]:
         """Write records of a stream.
@@ -133,6 +137,22 @@ class ZarrWriter:
         """Forget rows that will not be committed; their place is taken again."""
         self._streams[stream_id].rows = rows
 
+    def sync(self) -> None:
+        """Bring what was written since the last call to the disk itself, and the names of what is new."""
+        new = self._files.sync() - self._known
+        self._known |= new
+        metadata = {node / "zarr.json" for node in self._new}
+        folders = {
+            folder for path in new | metadata for folder in path.parents if self._root in (folder, *folder.parents)
+        }
+        for path in metadata:
+            sync(path)
+        for folder in sorted(folders, reverse=True):
+            sync(folder)
+        if folders:
+            sync(self._root.parent)
+        self._new.clear()
+
     def close(self) -> None:
         """Close the files. Sealing is done from the log: `seal_streams`."""
         self._files.close()
@@ -167,10 +187,9 @@ class ZarrReader:
         layout = self._layouts.get(stream)
         if layout is None:
             layout = self._layouts[stream] = _Appending(stream, 0, self._root / _location(stream) / "data")
-        data = bytearray(nbytes)
+        data = bytearray()
         if nbytes:
-            path = layout.shard_path(row // layout.shard_rows)
-            self._files.fill(path, data, offset)
+            data = self._files.read(layout.shard_path(row // layout.shard_rows), offset, nbytes)
         return data if stream.codec is None else decompress(stream.codec, data, layout.nbytes)
 
     def close(self) -> None:

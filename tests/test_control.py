@@ -158,6 +158,39 @@ def test_detach_seals_the_trace_and_leaves_the_training(tmp_path, folder):
     assert not training.model[0]._forward_hooks
 
 
+def test_a_training_that_is_detached_from_outside_may_go_on_to_log(tmp_path, folder):
+    with Training() as training, hookrec.attach(training.model, tmp_path / "a", keep_free=0) as recorder:
+        command("detach", PID)
+        while replay.open(tmp_path / "a").status != "sealed":
+            time.sleep(0.001)
+        recorder.log(loss=1.0)
+        recorder.trigger("too late")
+        recorder.step()
+
+    with pytest.raises(hookrec.DetachedError):
+        recorder.log(loss=1.0)
+    assert "loss" not in replay.open(tmp_path / "a").scalars()["name"].to_pylist()
+
+
+def test_a_recorder_that_leaves_twice_closes_nothing_for_who_comes_between(tmp_path, folder, monkeypatch):
+    recorder = hookrec.attach(nn.Linear(2, 2), tmp_path / "a", keep_free=0)
+    recorder.detach()
+    opened = control.Listener._open
+
+    def open_and_meanwhile(self):
+        opened(self)
+        leaving.start()
+        leaving.join(0.1)
+
+    leaving = threading.Thread(target=control.unheard, args=(recorder,))
+    monkeypatch.setattr(control.Listener, "_open", open_and_meanwhile)
+
+    hookrec.listen()
+    leaving.join()
+
+    assert len(list(folder.iterdir())) == 1
+
+
 def test_attach_finds_the_model_in_a_process_that_only_listens(tmp_path, folder):
     hookrec.listen()
     with Training() as training:

@@ -704,6 +704,26 @@ def test_tensors_that_are_gone_are_replaced_by_their_statistics(tmp_path):
     assert diff.first is None
     assert set(diff.rows["compared"].to_pylist()) == {"statistics"}
     assert diff.notes[-1].startswith("20 damaged tensors")
+    assert diff.damaged == 20
+    assert not diff.equal
+
+
+def test_of_a_nan_no_size_of_a_difference_is_told(tmp_path):
+    a = written(tmp_path / "a", ("x", [[1.0, math.nan]]))
+    b = written(tmp_path / "b", ("x", [[1.0, 5.0]]))
+
+    sentence = str(replay.diff(a, b).first)
+
+    assert "nan in A and 5.0 in B at [0, 1]" in sentence
+    assert "max abs" not in sentence
+
+
+def test_traces_that_have_no_record_in_common_cannot_be_compared(tmp_path):
+    a = write_trace(tmp_path / "a", Written("x", np.ones(3)))
+    b = write_trace(tmp_path / "b", Written("x", np.ones(3), kind="input"))
+
+    with pytest.raises(replay.BadQuery, match="No record of A has a partner in B"):
+        replay.diff(a, b)
 
 
 def test_a_log_that_cannot_be_read_is_damage(tmp_path):

@@ -6,8 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from tests.handwritten import Written, write_trace
 from tests.stored import write_stored
 
 PAGE = Path(__file__).parents[1] / "docs" / "files.md"
@@ -36,6 +38,15 @@ def test_the_scripts_read_a_tensor_by_layer_and_step_without_our_code(tmp_path, 
     tensors = write_stored(tmp_path / "runs" / store, store)
 
     assert said(only_script(library, "tensor ="), "tensor.tobytes().hex()", tmp_path) == tensors[3, "0"].hex()
+
+
+def test_zarr_reads_a_tensor_of_many_shapes(tmp_path):
+    tensors = [np.full((2, 1 + step), step, np.float32) for step in range(5)]
+    write_trace(tmp_path / "runs/zarr", *(Written("0", tensor, step) for step, tensor in enumerate(tensors)))
+
+    found = said(only_script("zarr", "values ="), "values.tolist()", tmp_path)
+
+    assert eval(found) == tensors[3].tolist()
 
 
 def test_h5py_shows_each_stream_by_the_name_of_its_layer(tmp_path):

@@ -225,7 +225,8 @@ sys.path.insert(0, sys.argv[2])
 import hookrec
 from tests.test_flight import net, train
 model = net()
-recorder = hookrec.attach(model, sys.argv[1], flight=4, keep_free=0, signals=["SIGTERM", "SIGUSR1"])
+options = {{"flight": 4, "keep_free": 0, "signals": ["SIGTERM", "SIGUSR1"]}}
+recorder = hookrec.attach(model, sys.argv[1], store=sys.argv[3], **options)
 def last(step):
     if step == 30:
         {last}
@@ -234,7 +235,7 @@ train(model, {steps}, before_step=last)
 
 
 def run(path: Path, last: str, steps: int = 31) -> subprocess.CompletedProcess:
-    arguments = [str(path), os.fspath(Path(__file__).parent.parent)]
+    arguments = [str(path), os.fspath(Path(__file__).parent.parent), "zarr"]
     code = SCRIPT.format(last=last, steps=steps)
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
 
@@ -273,8 +274,8 @@ def test_a_signal_is_a_trigger_and_its_handler_is_called(tmp_path):
     assert steps_kept(tmp_path / "a") == list(range(line["step"] - 2, line["step"] + 2))
 
 
-def _kill_the_training(path: Path, seed: int) -> None:
-    arguments = [str(path), os.fspath(Path(__file__).parent.parent)]
+def _kill_the_training(path: Path, store: str, seed: int) -> None:
+    arguments = [str(path), os.fspath(Path(__file__).parent.parent), store]
     code = SCRIPT.format(last="print('on', flush=True)", steps=10**9)
     process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -291,16 +292,16 @@ def _kill_the_training(path: Path, seed: int) -> None:
         assert len(list(trace.select(steps=step).tensors())) == RECORDS
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_whenever_the_training_is_killed_its_last_steps_are_kept(tmp_path, seed):
-    _kill_the_training(tmp_path / "a", seed)
+@pytest.mark.parametrize(("store", "seed"), [("zarr", 0), ("zarr", 1), ("hdf5", 2)])
+def test_whenever_the_training_is_killed_its_last_steps_are_kept(tmp_path, store, seed):
+    _kill_the_training(tmp_path / "a", store, seed)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_at_many_moments_the_training_is_killed_and_its_last_steps_are_kept(tmp_path):
-    for seed in range(3, 203):
-        _kill_the_training(tmp_path / str(seed), seed)
+@pytest.mark.parametrize("seed", range(3, 103))
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_at_many_moments_the_training_is_killed_and_its_last_steps_are_kept(tmp_path, store, seed):
+    _kill_the_training(tmp_path / "a", store, seed)
 
 
 @pytest.mark.parametrize(("kill_at", "nan_at"), [(15, 20), (20, 20), (22, 20), (25, 20), (30, 20)])

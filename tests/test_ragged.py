@@ -57,6 +57,11 @@ def test_verify_finds_a_whole_trace_whole(tmp_path, small_shards, sealed):
     assert list(verify(written(tmp_path / "a", sealed=sealed))) == []
 
 
+def test_the_last_file_ends_with_the_inner_chunk_of_its_last_tensor(tmp_path):
+    """So it is no larger than it looks to programs that copy it: 256 KiB, and an index of 4096 chunks."""
+    assert (written(tmp_path / "a") / SHARED / "data/c/0").stat().st_size == 256 * 1024 + 4096 * 16 + 4
+
+
 @pytest.mark.parametrize(
     ("file", "what"),
     [

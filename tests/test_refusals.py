@@ -50,6 +50,7 @@ def test_a_device_file_is_not_replaced_by_an_export(trace, tmp_path):
     os.mkfifo(device)
 
     assert_is_one_message(ask("export", trace, device, "--overwrite"), "is no file of data")
+    assert_is_one_message(ask("export", trace, tmp_path / "out.csv"), "would hold Parquet. Name it so")
 
     assert device.is_fifo()
     assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "device"]
@@ -134,7 +135,7 @@ def test_a_directory_that_is_no_trace_is_told_from_one_inside_or_above_it(trace,
     (tmp_path / "empty").mkdir()
 
     assert_is_one_message(ask("info", tmp_path / "empty"), "is no trace", "given to hookrec.attach()")
-    assert_is_one_message(ask("info", tmp_path), "There are traces inside: a.")
+    assert_is_one_message(ask("info", tmp_path), "Traces are inside, such as")
     assert_is_one_message(ask("info", trace / "rank-00000"), "The trace is the directory above", str(trace))
 
 
@@ -157,4 +158,4 @@ def test_a_note_without_a_layer_is_named_as_damage(trace):
 def test_a_note_on_all_layers_has_none(trace):
     (trace / "rank-00000/notes.jsonl").write_text(json.dumps({"step": 0, "layer": None, "note": "something"}) + "\n")
 
-    assert "all layers: something" in ask("info", trace).output
+    assert "all layers, step 0: something" in ask("info", trace).output
