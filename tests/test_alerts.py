@@ -157,6 +157,13 @@ class Server:
                 if status == 200:
                     got.append(json.loads(body))
                 self.send_response(status)
+                if 300 <= status < 400:
+                    self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def do_GET(self):
+                self.send_response(200)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -192,6 +199,20 @@ def test_a_webhook_gets_each_alert_and_is_tried_again_when_it_fails(tmp_path):
     assert server.got[0]["trace"] == str(tmp_path)
     assert server.got[0].keys() >= {"id", "rule", "message", "host"}
     assert sent == {(alert("0").id, "webhook"), (alert("1").id, "webhook")}
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_taken_for_success(tmp_path, status):
+    server = Server(status)
+    said = io.StringIO()
+
+    sent = sent_by(Outbox("webhook", delivery.webhook(server.url), Journal(said), pause_s=0.01), tmp_path, alert())
+
+    server.close()
+    assert f"the webhook answered {status}" in said.getvalue()
+    assert "sends on to /elsewhere" in said.getvalue()
+    assert [item["id"] for item in server.got] == [alert().id]  # by the second attempt
+    assert sent == {(alert().id, "webhook")}
 
 
 def test_what_a_webhook_refuses_is_not_tried_again_and_not_marked(tmp_path):
@@ -236,7 +257,9 @@ def test_a_command_gets_the_alert_on_its_standard_input(tmp_path):
 
     sent = sent_by(Outbox("command", delivery.command(line), SILENT), tmp_path, alert())
 
-    assert json.loads((tmp_path / "it is $HOME").read_text())["id"] == alert().id
+    text = (tmp_path / "it is $HOME").read_text()
+    assert json.loads(text)["id"] == alert().id
+    assert text.index("\n") == len(text) - 1  # so that a file of them is JSON Lines
     assert sent == {(alert().id, "command")}
 
 
