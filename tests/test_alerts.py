@@ -64,6 +64,19 @@ def test_a_line_that_was_cut_off_is_as_if_never_written(tmp_path, cut):
     assert [found.layer for found in read_alerts(tmp_path)] == ["0", "1"]
 
 
+def test_nothing_is_written_where_a_link_leads(tmp_path):
+    (tmp_path / "mine").write_text("no newline at the end")
+    for name in ("alerts.jsonl", "alerts-sent.jsonl"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+
+    with pytest.raises(OSError, match=r"alerts\.jsonl"):
+        AlertFile(tmp_path).append([alert()])
+    with pytest.raises(OSError, match=r"alerts-sent\.jsonl"):
+        AlertFile(tmp_path).mark_sent("a", "webhook", "now")
+
+    assert (tmp_path / "mine").read_text() == "no newline at the end"
+
+
 def test_a_long_line_that_was_cut_off_leaves_nothing_behind_a_short_one(tmp_path):
     AlertFile(tmp_path).append([alert("0")])
     with (tmp_path / "alerts.jsonl").open("a") as file:
