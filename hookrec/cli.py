@@ -18,6 +18,7 @@ _ELSEWHERE = {
     "run": "hookrec.run_command:run",
     "set": "hookrec.control_commands:set_",
     "status": "hookrec.control_commands:status",
+    "tensorboard": "hookrec.integrations.tensorboard:command",
     "trigger": "hookrec.control_commands:trigger",
     "unpin": "hookrec.pin_command:unpin",
 }

@@ -4,6 +4,7 @@ They end with 0 when it was done, 1 when it was refused, 2 for wrong arguments, 
 process, no rights, socket gone), and 4 when the request was taken and no step has ended in time.
 """
 
+import inspect
 import os
 import shlex
 import time
@@ -49,7 +50,7 @@ def _reaching(command: Callable[..., None]) -> Callable[..., None]:
                 str(error), 3 if isinstance(error, Unreachable) else 4 if isinstance(error, NotYet) else 1
             ) from None
 
-    run.__doc__ = f"{command.__doc__}\n{_EXIT_CODES}\n"
+    run.__doc__ = f"{inspect.cleandoc(command.__doc__ or '')}\n\n{_EXIT_CODES}"
     return run
 
 
