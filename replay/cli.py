@@ -8,6 +8,7 @@ import click
 
 import replay
 from replay.command_line import (
+    EXIT,
     Commands,
     cell_text,
     filter_options,
@@ -44,7 +45,7 @@ _ELSEWHERE = {
 }
 
 
-@click.group(cls=Commands, elsewhere=_ELSEWHERE)
+@click.group(cls=Commands, elsewhere=_ELSEWHERE, epilog=EXIT)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
@@ -293,8 +294,8 @@ def export(
     if out.suffix.lower() in _OF_OTHER_FORMATS:
         raise replay.BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
     selection = replay.open(trace).select(layers or None, kinds or None, where=where)
-    selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
-    say(f"wrote {out}", err=True)
+    count = selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
+    say(f"wrote {out}: {count:,} records", err=True)
 
 
 if __name__ == "__main__":

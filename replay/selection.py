@@ -103,8 +103,8 @@ class Selection:
             )
         return xarray.DataTree.from_dict(nodes)
 
-    def to_parquet(self, path: str | Path, *, tensors: bool = False, overwrite: bool = False) -> None:
-        """Write the records to a Parquet file, one row a record.
+    def to_parquet(self, path: str | Path, *, tensors: bool = False, overwrite: bool = False) -> int:
+        """Write the records to a Parquet file, one row a record; return how many there are.
 
         Args:
             path: the file.
@@ -128,6 +128,7 @@ class Selection:
             else:
                 pq.write_table(table, partial, compression="zstd")
             partial.replace(target)
+            return len(table)
         except OSError as error:
             raise BadQuery(f"{target} cannot be written: {error.strerror or error}. Choose another file.") from None
         finally:
