@@ -96,27 +96,27 @@ class Rebuilder:
         """
         if layer in self._made:
             module = copy.deepcopy(self._made[layer]).cpu()
-            entries: Mapping[str, Any] = {}
         else:
             entry = self._entries.get(layer)
             if entry is None:
                 raise NotRunnable("is the result of a function, no module")
             module = _from_entry(entry)
-            entries = {parameter["name"]: parameter for parameter in entry["parameters"]}
-            if set(entries) != set(own_parameters(module)):
-                raise NotRunnable(f"has the parameters {', '.join(entries)}, which its class has not: it was changed")
+            names = [parameter["name"] for parameter in entry["parameters"]]
+            if set(names) != set(own_parameters(module)):
+                raise NotRunnable(f"has the parameters {', '.join(names)}, which its class has not: it was changed")
         module.train(training)
         _refuse_chance(module, training=training)
         for below, owner in named_modules(module, layer):
             for name in own_parameters(owner):
-                values = self._parameter(below, name, entries.get(name, {}).get("tied_to"))
-                setattr(owner, name, nn.Parameter(values, requires_grad=False))
+                setattr(owner, name, nn.Parameter(self._parameter(below, name), requires_grad=False))
         if layer not in self._made:
             _settle_buffers(module, training=training)
         return module
 
-    def _parameter(self, layer: str, name: str, tied_to: Any) -> Tensor:
+    def _parameter(self, layer: str, name: str) -> Tensor:
         places = [(layer, name)]
+        known = self._entries.get(layer, {}).get("parameters", ())
+        tied_to = next((p.get("tied_to") for p in known if p["name"] == name), None)
         if isinstance(tied_to, list) and len(tied_to) == 2:
             places.append((str(tied_to[0]), str(tied_to[1])))
         for owner, path in places:

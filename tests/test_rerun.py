@@ -230,6 +230,14 @@ def test_a_factory_makes_the_layers_that_torch_has_not(tmp_path):
     assert "does not give the same twice" in found["2"].why
 
 
+def test_a_factory_need_not_tie_what_was_tied(tmp_path):
+    trace = record(tmp_path / "a", Tokens(), torch.randint(0, 11, (4, 5)))
+
+    found = rerun(trace, 1, factory=Tokens)
+
+    assert {v.layer: v.verdict for v in found} == dict.fromkeys(verdicts(trace), EXPLAINED)
+
+
 def test_random_numbers_of_the_caller_are_left_alone(tmp_path):
     trace, made = record(tmp_path / "a", make_model(), torch.randn(8, 4)), make_model()
     torch.manual_seed(5)
