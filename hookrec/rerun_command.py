@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import json_option, limit_option, print_json, print_rows, trace_argument
+from replay.command_line import json_option, limit_option, print_json, print_rows, say, trace_argument
 from replay.errors import BadQuery, ReplayError
 
 _EXIT = """\b
@@ -83,8 +83,8 @@ def rerun_layers(
             columns.insert(1, "path")
         print_rows(shown, as_json=False, columns=columns)
         if len(rows) > limit:
-            click.echo(f"{len(rows) - limit:,} more; --limit shows them.", err=True)
-        click.echo(", ".join(f"{number:,} {name}" for name, number in counts.items()), err=True)
+            say(f"{len(rows) - limit:,} more; --limit shows them.", err=True)
+        say(", ".join(f"{number:,} {name}" for name, number in counts.items()), err=True)
     if counts.get(NOT_EXPLAINED):
         sys.exit(1)
     if counts.get(NOT_RUNNABLE) == len(found):

@@ -2,8 +2,9 @@
 
 A commit and its acknowledgement are two writes, and a writer may be killed between them. So the training may send again
 what was committed. To recognise it no mark is needed: each row that was sent is one row of the log, in the same order,
-so to count both is enough; and the same holds for the lines of `scalars.jsonl`. Streams and notes are never sent twice
-but for this reason, so they are known by what they say.
+so to count both is enough; and the same holds for the lines of `scalars.jsonl`, and for those of `notes.jsonl` that
+are of a step: the others are the writer's own. Streams are announced with their numbers, which are those of the lines
+of `streams.jsonl`. What they say does not tell them apart, since all begin anew when tensors are asked for later.
 
 The tensors of what is sent again lie in the ring, unless that was too small to keep the step until its commit.
 """
@@ -19,14 +20,12 @@ from numpy.typing import NDArray
 
 from hookrec.ring import KEPT, LOST
 from replay import format as trace_format
-from replay.format import Stream, whole_lines
+from replay.format import whole_lines
 from replay.log import Log
 from replay.seal import read_streams
 
 Message = tuple[int, NDArray[Any], dict[str, Any]]
 """Position in the ring after it, rows, facts."""
-
-StreamKey = tuple[str, str, str, str, tuple[int, ...]]
 
 
 class Predecessor:
@@ -34,7 +33,7 @@ class Predecessor:
 
     Args:
         directory: the rank's directory; torn last lines are cut off its files.
-        acknowledged: how many rows and lines of scalars the training knows to be committed.
+        acknowledged: how many rows, lines of scalars and notes the training knows to be committed.
         released: position up to which the ring was given back.
 
     Attributes:
@@ -48,7 +47,6 @@ class Predecessor:
         for name in (trace_format.STREAMS_FILE, trace_format.SCALARS_FILE, trace_format.NOTES_FILE):
             _cut_torn_line(directory / name)
         self.streams = read_streams(directory)
-        self._known = {key_of(stream) for stream in self.streams}
         log = Log(directory).refresh().table(["step", "stream", "row", "nbytes"])
         self.steps: list[int] = np.unique(log["step"].to_numpy()).tolist()
         self.nbytes = int(log["nbytes"].to_numpy().sum())
@@ -57,9 +55,11 @@ class Predecessor:
         self.rows: list[int] = (rows + 1).tolist()
         scalars = whole_lines(directory / trace_format.SCALARS_FILE)[0]
         notes = map(json.loads, whole_lines(directory / trace_format.NOTES_FILE)[0])
-        self._notes = {(note["layer"], note["note"]) for note in notes}
         self._rows_again = len(log) - acknowledged["rows"]
-        self._scalars_again = len(scalars) - acknowledged["scalars"]
+        self._again = {
+            "scalars": len(scalars) - acknowledged["scalars"],
+            "notes": sum(note["step"] is not None for note in notes) - acknowledged["notes"],
+        }
         self._released = released
 
     def only_new(self, messages: Sequence[Message]) -> list[Message]:
@@ -79,20 +79,12 @@ class Predecessor:
     def _new_facts(self, facts: dict[str, Any]) -> dict[str, Any]:
         facts = dict(facts)
         if "streams" in facts:
-            facts["streams"] = [found for found in facts["streams"] if key_of(found) not in self._known]
-        if "notes" in facts:
-            facts["notes"] = [note for note in facts["notes"] if (note["layer"], note["note"]) not in self._notes]
-        if "scalars" in facts:
-            again = min(self._scalars_again, len(facts["scalars"]))
-            self._scalars_again -= again
-            facts["scalars"] = facts["scalars"][again:]
+            facts["streams"] = [found for found in facts["streams"] if found["id"] >= len(self.streams)]
+        for name in self._again.keys() & facts.keys():
+            again = min(self._again[name], len(facts[name]))
+            self._again[name] -= again
+            facts[name] = facts[name][again:]
         return facts
-
-
-def key_of(stream: Stream | dict[str, Any]) -> StreamKey:
-    """Return what tells a stream from the others."""
-    found = vars(stream) if isinstance(stream, Stream) else stream
-    return found["layer"], found["kind"], found["path"], found["dtype"], tuple(found["shape"])
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -78,8 +78,11 @@ class Writer:
         self._control = Control(memory)
         self._durable = plan["durability"] == "power"
         self._log = LogWriter(directory, durable=self._durable)
-        self._store = open_writer(plan["store"], directory) if plan["tensors"] else None
-        self._places = Places(plan["store"], before.streams if before else ())
+        streams = before.streams if before else ()
+        # The writer before may have come as far as a change of the plan that is sent again.
+        stored = plan["tensors"] or any(stream.location is not None for stream in streams)
+        self._store = open_writer(plan["store"], directory) if stored else None
+        self._places = Places(plan["store"], streams)
         self._streams = 0
         self._streams_file = _appending(directory / trace_format.STREAMS_FILE)
         self._scalars_file = _appending(directory / trace_format.SCALARS_FILE)
@@ -154,8 +157,10 @@ class Writer:
 
     def _add_streams(self, streams: Any) -> None:
         for found in streams:
+            if found["id"] != self._streams:
+                raise RuntimeError(f"stream {found['id']} was announced where stream {self._streams} is the next")
             shape, codec = tuple(found["shape"]), self._plan["compression"]
-            stream = Stream(id=self._streams, location=None, **{**found, "shape": shape, "codec": codec})
+            stream = Stream(**{**found, "location": None, "shape": shape, "codec": codec})
             if self._store is not None:
                 stream = self._places.place(stream)
             self._streams_file.write(stream.to_json() + "\n")
@@ -356,14 +361,18 @@ def main(memory_fd: int, socket_fd: int) -> int:
                 writer.take(messages if before is None else before.only_new(messages), let_go=needed)
             if held is not None:
                 held.finish()
-        except OSError as error:
+        except Exception as error:
+            # Another writer would do no better: neither a full disk nor a fault of ours goes away by that.
+            why = f"the trace could not be written: {_words(error)}"
+            with contextlib.suppress(OSError):  # that file may be on the same disk
+                print(why, file=sys.stderr, flush=True)
             Control(memory).failed = True
-            writer.end = {"how": "failed", "detail": f"the trace could not be written: {error}", "books": {}}
+            writer.end = {"how": "failed", "detail": why, "books": {}}
         connection.close()
         try:
             writer.finish()
-        except OSError as error:
-            print(f"the trace could not be sealed: {error}", file=sys.stderr)
+        except Exception as error:
+            print(f"the trace could not be sealed: {_words(error)}", file=sys.stderr)
             return 1
     return 0
 
@@ -449,6 +458,12 @@ def _raise_file_limit() -> None:
 
 def _appending(path: Path) -> Any:
     return path.open("a", encoding="utf-8")
+
+
+def _words(error: Exception) -> str:
+    """What an error says, in one line; of one that is no fault of the system, its name as well."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
 
 
 def _json_number(value: float) -> float | str:

@@ -159,8 +159,3 @@ def _counted(rank: Path) -> _Counted:
     log = Log(rank).refresh()
     table = log.table(["step", "nbytes"])
     return _Counted(state, len(np.unique(table["step"])), len(table), int(np.sum(table["nbytes"])))
-
-
-def printable(name: object) -> str:
-    """Return a name on one line: control characters, and bytes that are no text, as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import filter_options, trace_argument
+from replay.command_line import filter_options, say, trace_argument
 from replay.errors import BadQuery
 
 _SUFFIXES = {
@@ -94,7 +94,7 @@ def export(
         selection.to_npz(out, overwrite=overwrite)
     else:
         selection.to_safetensors(out, overwrite=overwrite)
-    click.echo(f"wrote {out}", err=True)
+    say(f"wrote {out}", err=True)
 
 
 def _format_of(out: Path, given: str | None, *, into_folder: bool) -> str:
@@ -122,11 +122,9 @@ def _follow(
     parts = grow(trace, out, layers=layers or None, kinds=kinds or None, where=where, tensors=tensors, poll_s=poll_s)
     try:
         for file, rows in parts:
-            click.echo(f"{file}: {rows:,} records", err=True)
+            say(f"{file}: {rows:,} records", err=True)
     except KeyboardInterrupt:
         sys.exit(130)
     if trace.status == "torn":
-        click.echo(
-            f"{trace.path} is torn: its writer is gone. Run `hookrec recover {trace.path}` to seal it.", err=True
-        )
+        say(f"{trace.path} is torn: its writer is gone. Run `hookrec recover {trace.path}` to seal it.", err=True)
         sys.exit(1)

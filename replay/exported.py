@@ -37,7 +37,7 @@ MEANINGS = {
     "absmax": ("largest absolute value of a finite element", "that of the tensor"),
     "mean": ("of the finite elements", "that of the tensor"),
     "std": ("population standard deviation of the finite elements", "that of the tensor"),
-    "l2": ("square root of the sum of squares of the finite elements", "that of the tensor"),
+    "l2": ("square root of the sum of squares of the finite elements; NaN if there is none", "that of the tensor"),
     "values": ("the elements in row-major order; null where the tensor was not kept", "that of the tensor"),
 }
 """What each column means, and its unit. That of a gradient is loss per unit of what it is the gradient of."""

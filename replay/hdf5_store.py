@@ -11,6 +11,7 @@ When the trace is sealed, `tensors.h5` is written beside the segments: of each s
 that are there, with the coordinates `step`, `call` and `micro`, of which `step` is its dimension scale.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -225,7 +226,7 @@ def seal_streams(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
 
     parts = _read_parts(rank_directory)
     partial = rank_directory / (MASTER + ".partial")
-    with h5py.File(partial, "w", libver=("v110", "v110")) as file:
+    with _errors_of_the_system(partial), h5py.File(partial, "w", libver=("v110", "v110")) as file:
         for stream, rows in streams:
             if stream.location is None:
                 continue
@@ -363,7 +364,10 @@ def _make_segment(path: Path, streams: Sequence[tuple[Stream, int]]) -> list[int
     links.set_create_intermediate_group(True)
     links.set_char_encoding(h5py.h5t.CSET_UTF8)
     offsets = []
-    with h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fapl=access)) as file:
+    with (
+        _errors_of_the_system(path),
+        h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fapl=access)) as file,
+    ):
         for stream, rows in streams:
             space = h5py.h5s.create_simple((rows, *stream.shape))
             made = h5py.h5d.create(
@@ -372,6 +376,15 @@ def _make_segment(path: Path, streams: Sequence[tuple[Stream, int]]) -> list[int
             _set_attributes(h5py.Dataset(made), stream)
             offsets.append(int(made.get_offset()))
     return offsets
+
+
+@contextlib.contextmanager
+def _errors_of_the_system(path: Path) -> Iterator[None]:
+    """Raise OSError for a file that could not be written, for which HDF5 has RuntimeError when it is closed."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"HDF5 could not write {path.name}: {' '.join(str(error).split())}") from error
 
 
 def _dataset_name(stream: Stream) -> bytes:
