@@ -30,7 +30,7 @@ Exit status:
   0    what was asked for is there, whole
   1    it is not, and nothing of it; with --follow, the files that were said are there, or the writer of the trace died
   2    the command is wrong
-  130  interrupted; with --follow, the same command goes on behind the last file
+  130  --follow was interrupted; the same command goes on behind the last file
 
 docs/questions/tables.md shows how other programs read these files."""
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from tests.writer_in_process import WriterInProcess
 
 KINDS = ("input", "output", "param")
 
+slow = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -52,14 +54,16 @@ def small_net():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, *(pytest.param(d, marks=slow) for d in (torch.float64, torch.float16))]
+)
 def test_healthy_layers_are_explained_in_each_dtype(dtype, tmp_path):
     trace = record(tmp_path / "a", small_net().to(dtype), torch.randn(4, 3, 8, 8).to(dtype))
 
     assert verdicts(trace) == {str(i): EXPLAINED for i in range(10)}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
 def test_healthy_layers_under_autocast_are_explained(dtype, tmp_path):
     trace = record(tmp_path / "a", small_net(), torch.randn(4, 3, 8, 8), autocast=dtype)
 
@@ -99,7 +103,9 @@ def flip(tensor, index, bit):
     return bits.view(torch.float32)
 
 
-@pytest.mark.parametrize(("layer", "bit"), [(0, 12), (5, 24), (8, 22), (5, 30)])
+@pytest.mark.parametrize(
+    ("layer", "bit"), [(0, 12), (5, 30), *(pytest.param(*c, marks=slow) for c in ((5, 24), (8, 22)))]
+)
 def test_a_flipped_bit_is_found_in_the_layer_where_it_flipped(layer, bit, tmp_path):
     model = small_net()
     model[layer].register_forward_hook(lambda module, args, output: output + (flip(output, 7, bit) - output).detach())
@@ -249,6 +255,15 @@ def test_random_numbers_of_the_caller_are_left_alone(tmp_path):
     assert torch.equal(torch.rand(3), expected)
 
 
+@pytest.fixture(scope="module")
+def linear(tmp_path_factory):
+    path = tmp_path_factory.mktemp("linear") / "a"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hookrec.recorder.WriterProcess", WriterInProcess)
+        record(path, nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
+    return path
+
+
 def ask(*arguments):
     return CliRunner().invoke(main, ["rerun", *map(str, arguments)])
 
@@ -286,10 +301,8 @@ def test_the_exit_status_is_the_answer(tmp_path):
         (("--tolerance", "nan"), "tolerance is nan"),
     ],
 )
-def test_a_question_that_cannot_be_answered_is_refused(arguments, words, tmp_path):
-    record(tmp_path / "a", nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
-
-    refused = ask(tmp_path / "a", *arguments)
+def test_a_question_that_cannot_be_answered_is_refused(arguments, words, linear):
+    refused = ask(linear, *arguments)
 
     assert refused.exit_code == 2
     assert words in refused.output
@@ -313,8 +326,8 @@ LARGE = 10**9
         ({"parameters": [{"name": "weight", "tied_to": 3}]}, NOT_RUNNABLE),
     ],
 )
-def test_a_trace_does_not_choose_what_is_run(entry, verdict, tmp_path):
-    trace = record(tmp_path / "a", nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4))
+def test_a_trace_does_not_choose_what_is_run(entry, verdict, linear, tmp_path):
+    trace = replay.open(shutil.copytree(linear, tmp_path / "a"))
     file = tmp_path / "a/rank-00000/model.json"
     model = json.loads(file.read_text())
     model["modules"][1].update(entry)
