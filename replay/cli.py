@@ -30,12 +30,11 @@ _CURVE = 16
 
 _FEW_SHAPES = 3
 
-_OF_OTHER_FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".npy", ".npz", ".arrow", ".feather", ".h5", ".zarr", ".xlsx")
-
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
     "diff": "replay.diff_command:diff",
+    "export": "replay.export_command:export",
     "list": "replay.list_command:list_traces",
     "plot": "replay.plot_command:plot",
     "sql": "replay.asking:sql",
@@ -273,29 +272,6 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
         say(f"{'over time':9} {curve}")
         say(f"{'elements':9} {distribution(tensor, 3 * _CURVE)}")
     say(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
-
-
-@main.command()
-@trace_argument
-@click.argument("out", type=click.Path(path_type=Path))
-@filter_options
-@click.option("--tensors", is_flag=True, help="Add a column with the values of each tensor.")
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-def export(
-    trace: Path,
-    out: Path,
-    layers: tuple[str, ...],
-    kinds: tuple[str, ...],
-    where: str | None,
-    tensors: bool,
-    overwrite: bool,
-) -> None:
-    """Write records to a Parquet file, one row a record, for pandas, polars, DuckDB, Spark."""
-    if out.suffix.lower() in _OF_OTHER_FORMATS:
-        raise replay.BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
-    selection = replay.open(trace).select(layers or None, kinds or None, where=where)
-    count = selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
-    say(f"wrote {out}: {count:,} records", err=True)
 
 
 if __name__ == "__main__":
