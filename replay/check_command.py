@@ -11,7 +11,7 @@ import click
 
 import replay
 from replay.check import Finding, Report, all_rules, choose, examine
-from replay.command_line import json_option, print_json, trace_argument
+from replay.command_line import attempt_option, json_option, print_json, trace_argument
 from replay.errors import ReplayError
 from replay.rulebook import SEVERITIES, rules_of_file
 
@@ -59,6 +59,7 @@ class _Unusable(click.ClickException):
 @click.option("--only", multiple=True, metavar="RULE", help="Run this rule; may be repeated.")
 @click.option("--skip", multiple=True, metavar="RULE", help="Do not run this rule; may be repeated.")
 @click.option("--since", type=click.IntRange(0, 2**62), help="Only what was so at this step or later.")
+@attempt_option
 @click.option(
     "--fail-on",
     type=click.Choice([*SEVERITIES, "never"]),
@@ -75,6 +76,7 @@ def check(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     since: int | None,
+    attempt: int | None,
     fail_on: str,
     verbose: bool,
     as_json: bool,
@@ -82,7 +84,7 @@ def check(
     """Find what is wrong with a training, the most probable cause first."""
     try:
         rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
-        opened = replay.open(trace)
+        opened = replay.open(trace, attempt)
         report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
     except ReplayError as error:
         raise _Unusable(str(error)) from None

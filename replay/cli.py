@@ -9,6 +9,7 @@ import click
 import replay
 from replay.command_line import (
     Commands,
+    attempt_option,
     cell_text,
     filter_options,
     json_option,
@@ -20,6 +21,7 @@ from replay.command_line import (
     step_option,
     trace_argument,
 )
+from replay.history import in_words
 
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 _CURVE = 16
@@ -50,10 +52,11 @@ def main() -> None:
 
 @main.command()
 @trace_argument
+@attempt_option
 @json_option
-def info(trace: Path, as_json: bool) -> None:
+def info(trace: Path, attempt: int | None, as_json: bool) -> None:
     """Say what is in a trace, how it ended, what never fired and what recording cost."""
-    facts = _facts(replay.open(trace))
+    facts = _facts(replay.open(trace, attempt))
     if as_json:
         print_json(facts)
         return
@@ -77,6 +80,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "trace": str(trace.path),
         "status": trace.status,
         "ended": [f"rank {rank}: {end['how']}{_reason(end)}, {end['time']}" for rank, end in trace.endings.items()],
+        "attempts": in_words(trace.attempts),
         "steps": f"{len(steps)}, {steps[0]} to {steps[-1]}" if steps else "none is committed",
         "layers": len(trace.layers),
         "kinds": trace.kinds,
@@ -141,13 +145,21 @@ def _lines(value: object) -> list[str]:
 @main.command()
 @trace_argument
 @filter_options
+@attempt_option
 @json_option
-def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str | None, as_json: bool) -> None:
+def ls(
+    trace: Path,
+    layers: tuple[str, ...],
+    kinds: tuple[str, ...],
+    where: str | None,
+    attempt: int | None,
+    as_json: bool,
+) -> None:
     """List what is recorded of each layer: kinds, dtypes, shapes, how many records.
 
     Where there are more than three shapes of a tensor, they are in one line; --json has a line for each.
     """
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     table = opened.records(layers or None, kinds or None, where=where)
     key = ("layer", "kind", "path", "dtype", "shape")
     found: dict[tuple[Any, ...], list[int]] = {}
@@ -182,6 +194,7 @@ def _joined_shapes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @filter_options
 @step_option
 @limit_option
+@attempt_option
 @json_option
 def stats(
     trace: Path,
@@ -190,13 +203,14 @@ def stats(
     where: str | None,
     step: int | None,
     limit: int,
+    attempt: int | None,
     as_json: bool,
 ) -> None:
     """Print records with their statistics, in the order of execution.
 
     On a terminal, with a curve of l2 over all steps; `replay trend` explains it.
     """
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     table = opened.records(layers or None, kinds or None, step, where)
     rows, columns = table.slice(0, limit).to_pylist(), list(_COLUMNS)
     if rows and on_terminal() and not as_json:
@@ -215,10 +229,11 @@ def stats(
 @main.command()
 @trace_argument
 @click.argument("where")
+@attempt_option
 @json_option
-def first(trace: Path, where: str, as_json: bool) -> None:
+def first(trace: Path, where: str, attempt: int | None, as_json: bool) -> None:
     """Print the first record for which a condition holds, such as 'n_nan > 0'. Ends with 1 if there is none."""
-    found = replay.open(trace).first(where)
+    found = replay.open(trace, attempt).first(where)
     if found is None:
         click.echo("null" if as_json else f"No record of {trace} has {where}.")
         sys.exit(1)
@@ -240,8 +255,9 @@ def first(trace: Path, where: str, as_json: bool) -> None:
     help="Where in a nested output the tensor sits; of an input its position or keyword, of a parameter its name.",
 )
 @click.option("--rank", default=0, show_default=True, type=click.IntRange(0, 2**62))
+@attempt_option
 @json_option
-def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -> None:
+def show(trace: Path, layer: str, step: int | None, attempt: int | None, as_json: bool, **key: Any) -> None:
     """Print one tensor: its statistics and its values, shortened.
 
     On a terminal, with a curve of l2 over all steps, as of `replay trend`, and one of how its elements lie between
@@ -249,7 +265,7 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
     """
     import numpy as np
 
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     if step is None:
         steps = opened.steps
         step = steps[-1] if steps else 0
@@ -278,6 +294,7 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
 @filter_options
 @click.option("--tensors", is_flag=True, help="Add a column with the values of each tensor.")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@attempt_option
 def export(
     trace: Path,
     out: Path,
@@ -286,11 +303,12 @@ def export(
     where: str | None,
     tensors: bool,
     overwrite: bool,
+    attempt: int | None,
 ) -> None:
     """Write records to a Parquet file, one row a record, for pandas, polars, DuckDB, Spark."""
     if out.suffix.lower() in _OF_OTHER_FORMATS:
         raise replay.BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
-    selection = replay.open(trace).select(layers or None, kinds or None, where=where)
+    selection = replay.open(trace, attempt).select(layers or None, kinds or None, where=where)
     selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
     click.echo(f"wrote {out}", err=True)
 

@@ -18,11 +18,13 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.attempts import read_attempts
 from replay.documents import read_end, read_identity
 from replay.dropping import read_dropped
 from replay.errors import CannotConvert, TraceDamaged
 from replay.files import PAGE
 from replay.format import (
+    ATTEMPTS_FILE,
     CODECS,
     DROPPED_FILE,
     END_FILE,
@@ -35,6 +37,7 @@ from replay.format import (
     TRACE_FILE,
     Stream,
     parsed,
+    whole_lines,
     write_whole,
 )
 from replay.hdf5_store import MASTER, SEGMENTS_FILE
@@ -53,6 +56,7 @@ Progress = Callable[[int, int], None]
 
 _PLAN = "converting.json"
 _BLOCK_ROWS = 512
+_OWN = (STREAMS_FILE, LOCK_FILE, END_FILE, DROPPED_FILE, NOTES_FILE, SEGMENTS_FILE, MASTER, ATTEMPTS_FILE)
 _RECORDS = ("records-*.arrows*", "records-*.parquet*", "tensors*.h5*")
 
 
@@ -78,7 +82,7 @@ def convert(source: Path, target: Path, store: str, compression: str | None, pro
     with open_trace(source) as trace:
         partial = _partial(source, target, trace.status, store, compression)
         directories = dict(sorted(trace.directories.items()))
-        total = trace.count
+        total = sum(Log(directory, superseded=True).refresh().rows for directory in directories.values())
     identity = read_identity(source)
     with ExitStack() as stack:
         partial.mkdir(parents=True, exist_ok=True)
@@ -100,7 +104,7 @@ def convert(source: Path, target: Path, store: str, compression: str | None, pro
                         progress(done + count, total)
                 rank.finish()
                 rank.copy.replace(copy)
-            done += Log(copy).refresh().rows
+            done += Log(copy, superseded=True).refresh().rows
             damaged += _damaged(copy)
         for path in source.iterdir():
             if path.is_file() and path.name not in (TRACE_FILE, LOCK_FILE):
@@ -160,6 +164,7 @@ class _Rank:
         self._source = source
         self.copy = copy
         self._store = store
+        self._attempts = read_attempts(source)
         self._dropped = read_dropped(source)
         self._old = read_streams(source)
         places = Places(store)
@@ -170,8 +175,7 @@ class _Rank:
         """Write tensors and log; yield how many records are there."""
         self.copy.mkdir(exist_ok=True)
         for path in self._source.iterdir():
-            ours = path.name in (STREAMS_FILE, LOCK_FILE, END_FILE, DROPPED_FILE, NOTES_FILE, SEGMENTS_FILE, MASTER)
-            if path.is_file() and not ours and not any(path.match(pattern) for pattern in _RECORDS):
+            if path.is_file() and path.name not in _OWN and not any(path.match(pattern) for pattern in _RECORDS):
                 shutil.copy2(path, self.copy / path.name)
         write_whole(self.copy / STREAMS_FILE, "".join(stream.to_json() + "\n" for stream in self._new))
         with ExitStack() as stack:
@@ -185,11 +189,22 @@ class _Rank:
                 for stream in self._new:
                     if stream.location is not None:
                         writer.add(stream, int(rows[stream.id]))
-            for columns in self._blocks(done):
+            for number, columns in self._blocks(done):
+                self._begin_attempts(log, self._attempts.of_segment(number))
                 self._write_block(columns, reader, writer)
                 log.append(columns)
                 done += len(columns["step"])
                 yield done
+            self._begin_attempts(log, self._attempts.last)
+
+    def _begin_attempts(self, log: LogWriter, attempt: int) -> None:
+        """Give each attempt up to one of them a segment of its own, as it has in the original, and its line."""
+        lines = whole_lines(self._source / ATTEMPTS_FILE)[0]
+        copied = whole_lines(self.copy / ATTEMPTS_FILE)[0]
+        for line in lines[len(copied) : attempt]:
+            log.begin_segment()
+            copied.append(json.dumps({**parsed(line), "segment": log.segment}))
+            write_whole(self.copy / ATTEMPTS_FILE, "".join(f"{one}\n" for one in copied))
 
     def _state(self) -> tuple[int, NDArray[np.int64]]:
         """How many records the copy has, and how many rows of each stream."""
@@ -201,8 +216,8 @@ class _Rank:
                 rows += np.bincount(streams, minlength=len(rows))
         return done, rows
 
-    def _blocks(self, skip: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield records of the original, from one of them on."""
+    def _blocks(self, skip: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        """Yield records of the original, from one of them on, with the number of their segment."""
         for segment in segments_of(self._source):
             for batch in segment.batches():
                 if skip >= len(batch):
@@ -210,7 +225,7 @@ class _Rank:
                     continue
                 for begin in range(skip, len(batch), _BLOCK_ROWS):
                     part = batch.slice(begin, _BLOCK_ROWS)
-                    yield {name: part[name].to_numpy().copy() for name in RECORD_SCHEMA.names}
+                    yield segment.number, {name: part[name].to_numpy().copy() for name in RECORD_SCHEMA.names}
                 skip = 0
             if (tail := segment.tail()) is not None and tail.damage:
                 raise TraceDamaged(f"{segment.path}: {tail.message} A trace whose log is damaged is not converted.")

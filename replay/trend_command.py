@@ -7,7 +7,15 @@ import click
 
 import replay
 from replay.catalog import printable
-from replay.command_line import filter_options, json_option, limit_option, print_json, print_rows, trace_argument
+from replay.command_line import (
+    attempt_option,
+    filter_options,
+    json_option,
+    limit_option,
+    print_json,
+    print_rows,
+    trace_argument,
+)
 from replay.format import STATISTICS
 from replay.sparklines import sparkline
 from replay.timelines import LOGARITHMIC, Timeline, gridded, timelines
@@ -20,6 +28,7 @@ _WIDTH = 40
 @filter_options
 @click.option("--stat", default="l2", show_default=True, type=click.Choice(STATISTICS), help="The statistic.")
 @limit_option
+@attempt_option
 @json_option
 def trend(
     trace: Path,
@@ -28,6 +37,7 @@ def trend(
     where: str | None,
     stat: str,
     limit: int,
+    attempt: int | None,
     as_json: bool,
 ) -> None:
     """Print how a statistic of each layer and kind went over the steps, as a small curve a line.
@@ -39,7 +49,7 @@ def trend(
 
     Ends with 0, and with 1 where no record is so or the trace cannot be read.
     """
-    lines = timelines(replay.open(trace), stat, layers or None, kinds or None, where)
+    lines = timelines(replay.open(trace, attempt), stat, layers or None, kinds or None, where)
     shown = lines[:limit]
     if as_json:
         print_json([_facts(line) for line in shown])
