@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import Commands
+from replay.command_line import Commands, say
 from replay.seal import is_locked, is_sealed, locked, seal
 
 _ELSEWHERE = {
@@ -18,6 +18,7 @@ _ELSEWHERE = {
     "run": "hookrec.run_command:run",
     "set": "hookrec.control_commands:set_",
     "status": "hookrec.control_commands:status",
+    "tensorboard": "hookrec.integrations.tensorboard:command",
     "trigger": "hookrec.control_commands:trigger",
     "unpin": "hookrec.pin_command:unpin",
 }
@@ -39,9 +40,9 @@ def recover(trace: Path) -> None:
     opened = replay.open(trace)
     for number, directory in sorted(opened.directories.items()):
         if is_sealed(directory):
-            click.echo(f"rank {number} is sealed already")
+            say(f"rank {number} is sealed already")
         elif is_locked(directory):
-            click.echo(f"rank {number} is being recorded; its writer will seal it")
+            say(f"rank {number} is being recorded; its writer will seal it")
         else:
             try:
                 with locked(directory):
@@ -49,13 +50,13 @@ def recover(trace: Path) -> None:
                         directory, "recovered", "the writer was gone; sealed afterwards from the log", {}, durable=True
                     )
             except BlockingIOError:
-                click.echo(f"rank {number} is being recorded; its writer will seal it")
+                say(f"rank {number} is being recorded; its writer will seal it")
                 continue
             except OSError as error:
                 raise click.ClickException(f"{directory} cannot be sealed: {error}.") from None
-            click.echo(f"rank {number} is recovered")
+            say(f"rank {number} is recovered")
     steps = opened.refresh().steps
-    click.echo(f"{trace} has {len(steps)} committed steps{f', {steps[0]} to {steps[-1]}' if steps else ''}")
+    say(f"{trace} has {len(steps)} committed steps{f', {steps[0]} to {steps[-1]}' if steps else ''}")
 
 
 if __name__ == "__main__":

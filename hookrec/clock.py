@@ -78,6 +78,10 @@ class Clock:
                 would trace.
         """
         self.forwards = [0] * len(self.forwards)
+        self.watch(sampled=sampled)
+
+    def watch(self, *, sampled: bool) -> None:
+        """Watch the forward passes, or not, as `begin_step` does; the count goes on."""
         if sampled or self._by_forward:
             if not self._root_handles:
                 roots = [model for reference in self._models if (model := reference()) is not None]
@@ -88,7 +92,7 @@ class Clock:
                     after = _RootHook(root, self._safe(self._end_forward))
                     self._root_handles.append(nn.Module.register_forward_hook(root, after))
         else:
-            self._unwatch()
+            self.unwatch()
 
     def be_last(self) -> None:
         """Come after those who have begun to listen to optimizers later: the step ends when they have seen it."""
@@ -98,12 +102,13 @@ class Clock:
 
     def close(self) -> None:
         """Take the hooks off."""
-        self._unwatch()
+        self.unwatch()
         if self._stop_listening is not None:
             self._stop_listening()
         self._scaler.close()
 
-    def _unwatch(self) -> None:
+    def unwatch(self) -> None:
+        """Let forward passes go by uncounted: those of an evaluation, which are of no step."""
         for handle in self._root_handles:
             handle.remove()
         self._root_handles.clear()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from replay.command_line import progress
+from replay.command_line import progress, say
 from replay.convert import convert
 from replay.format import CODECS
 from replay.stores import STORES
@@ -35,12 +35,12 @@ def convert_trace(trace: Path, target: Path, store: str, compression: str) -> No
     """
     try:
         with progress("records") as tell:
-            damaged = convert(trace, target, store, None if compression == "none" else compression, tell)
+            damaged, left_out = convert(trace, target, store, None if compression == "none" else compression, tell)
     except OSError as error:
         raise click.ClickException(f"{target} cannot be written: {error}.") from None
-    click.echo(
-        f"{target} is {trace} in the store {store}, compression {compression}; each tensor was read back", err=True
-    )
+    say(f"{target} is {trace} in the store {store}, compression {compression}; each tensor was read back", err=True)
+    for path in left_out:
+        say(f"{trace / path} is a link, or no file of a trace, and is not in it", err=True)
     if damaged:
-        click.echo(f"{damaged:,} tensors of {trace} were damaged and are not in it; `replay info` has a note", err=True)
+        say(f"{damaged:,} tensors of {trace} were damaged and are not in it; `replay info` has a note", err=True)
         sys.exit(3)

@@ -23,8 +23,9 @@ from hookrec.events import Events
 from hookrec.journal import Journal, timestamp
 from hookrec.quota import Quota
 from hookrec.watched import Duties, Watched
-from replay.catalog import find_traces, printable
+from replay.catalog import find_traces
 from replay.format import TRACE_FILE, parsed, write_whole
+from replay.printable import printable
 
 STATE_DIRECTORY = ".hookrec-daemon"
 _PLACES_FILE = "places.json"

@@ -5,8 +5,9 @@ from pathlib import Path
 import click
 
 import replay
-from replay.catalog import printable
+from replay.command_line import say
 from replay.format import PINNED_FILE
+from replay.printable import printable
 
 
 @click.command()
@@ -21,7 +22,7 @@ def pin(trace: Path) -> None:
             (trace / PINNED_FILE).touch()
         except OSError as error:
             raise click.ClickException(f"{printable(trace)} cannot be pinned: {error.strerror}.") from None
-    click.echo(f"{printable(trace)} is pinned: no quota drops its tensors", err=True)
+    say(f"{printable(trace)} is pinned: no quota drops its tensors", err=True)
 
 
 @click.command()
@@ -36,4 +37,4 @@ def unpin(trace: Path) -> None:
             (trace / PINNED_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise click.ClickException(f"{printable(trace)} cannot be unpinned: {error.strerror}.") from None
-    click.echo(f"{printable(trace)} is not pinned", err=True)
+    say(f"{printable(trace)} is not pinned", err=True)

@@ -21,8 +21,12 @@ DURABILITIES = ("process", "power")
 DEFAULT_TRIGGERS = ("n_nan > 0",)
 CLOCKS = ("optimizer", "forward", "manual")
 
+LEAST_RING_BYTES = 10**6
+
 CHANGEABLE = ("layers", "containers", "kinds", "every", "tensors", "when_full")
 """What may be changed while a recording is under way; the rest is settled when the writer begins."""
+
+_OF_FLIGHT = ("after", "triggers", "trigger_rest", "trigger_limit", "signals")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -37,22 +41,22 @@ class Plan:
         containers: whether the globs choose among all modules, not leaf modules alone.
         kinds: what to record of each layer.
         ops: globs over functions of torch, whose results inside of modules are recorded.
-        every: steps 0, `every`, 2 × `every`, … are recorded.
+        every: record steps 0, `every`, 2 × `every`, ….
         tensors: whether tensors are kept, or their statistics alone.
         store: layout on the disk.
-        compression: of the tensors, by the writer; None for none.
-        ring_bytes: shared memory between the training and the writer.
+        compression: how the writer compresses the tensors, if it does.
+        ring_bytes: shared memory between the training and the writer, a megabyte at least.
         when_full: wait for the writer when the ring is full ("block"), or drop the tensors of the step ("skip").
-        clock: what ends a step; "given" stands for an optimizer that was passed.
+        clock: what ends a step.
         max_bytes: bytes of tensors past which only statistics are recorded.
         keep_free: share of the file system that is left free, likewise.
         durability: whether a commit outlives the processes, or a loss of power as well.
         restart: how many times another writer process is started when it dies.
-        flight: how many steps before that of a trigger are kept in flight mode; None if that is off.
-        after: how many steps after it.
-        triggers: conditions at which the steps are written.
+        flight: how many steps before that of a trigger are kept, in flight mode; without it that is off.
+        after: how many steps after a trigger are kept, in flight mode.
+        triggers: conditions on statistics and logged numbers at which steps are kept, in flight mode.
         trigger_rest: steps after which the same condition may fire again.
-        trigger_limit: how often it may.
+        trigger_limit: how often the same condition may fire.
         signals: names of signals that are triggers.
     """
 
@@ -95,10 +99,15 @@ class Plan:
             )
         _one_of("when_full", self.when_full, WHEN_FULL)
         _one_of("durability", self.durability, DURABILITIES)
-        if self.clock != "given":
+        if self.clock != "given":  # which stands for an optimizer that was passed
             _one_of("clock", self.clock, CLOCKS)
         _whole("every", self.every, 1, "steps")
         _whole("restart", self.restart, 0, "times")
+        if self.ring_bytes < LEAST_RING_BYTES:
+            raise AttachError(
+                f"A ring of {self.ring_bytes:,} bytes is too small; it takes {LEAST_RING_BYTES:,} at least, and should "
+                "hold the tensors of a step or two, such as ring='512MB'."
+            )
         self._check_flight()
         if (
             isinstance(self.keep_free, bool)
@@ -109,8 +118,13 @@ class Plan:
 
     def _check_flight(self) -> None:
         if self.flight is None:
-            if self.triggers or self.signals:
-                raise AttachError("triggers and signals are of flight mode; pass flight=5 to keep five steps, or more.")
+            given = [name for name in _OF_FLIGHT if getattr(self, name) != getattr(Plan, name)]
+            if given:
+                verb = "is" if len(given) == 1 else "are"
+                raise AttachError(
+                    f"{' and '.join(given)} {verb} of flight mode; pass flight=5 to keep five steps, or more, or leave "
+                    "it out."
+                )
             return
         if not self.tensors:
             raise AttachError("flight mode keeps tensors; leave out tensors=False, or flight.")

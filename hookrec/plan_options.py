@@ -1,36 +1,68 @@
-"""The options of commands that say what to record: a plan from a file, and what the command line has to add."""
+"""The options of commands that say what to record: a plan from a file, and what the command line has to add.
 
-from collections.abc import Callable
+They are derived from the plan, so that whatever `attach` takes can be said here too: an option is an argument of
+`plan_of`, its type is the argument's annotation, and its help is what the docstring of `Plan` says of it.
+"""
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from hookrec.errors import AttachError
-from hookrec.plan import CLOCKS, DURABILITIES, KINDS, STORES, WHEN_FULL, plan_of, read_plan
+from hookrec.plan import CLOCKS, COMPRESSIONS, DURABILITIES, KINDS, STORES, WHEN_FULL, Plan, plan_of, read_plan
+
+_NONE = "none"  # a word for None, by which the command line takes back what a file with a plan says
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "store": STORES,
+    "compression": COMPRESSIONS,
+    "when_full": WHEN_FULL,
+    "clock": CLOCKS,
+    "durability": DURABILITIES,
+}
+_LISTS = ("layers", "kinds", "ops", "signals")  # may be given with commas too; conditions have commas of their own
+_MORE = {
+    "layers": "Such as 'blocks.0.*'.",
+    "kinds": f"There are {', '.join(KINDS)}.",
+    "ring": "Such as 512MB.",
+    "max_bytes": "Such as 50GB.",
+    "triggers": "Such as 'n_nan > 0'.",
+    "signals": "Such as SIGUSR1.",
+}
 
 
 def plan_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that say what to record."""
-    for option in (
-        click.option("--keep-free", type=float, help="Share of the file system to leave free."),
-        click.option("--durability", type=click.Choice(DURABILITIES), help="What a committed step outlives."),
-        click.option("--max-bytes", help="Bytes of tensors past which only statistics are recorded, such as 50GB."),
-        click.option("--clock", type=click.Choice(CLOCKS), help="What ends a step."),
-        click.option("--when-full", type=click.Choice(WHEN_FULL), help="When the disk is slower than the training."),
-        click.option("--ring", help="Shared memory to the writer process, such as 512MB."),
-        click.option("--store", type=click.Choice(STORES), help="Layout of the tensors on the disk."),
-        click.option("--tensors/--no-tensors", default=None, help="Keep tensors, or their statistics alone."),
-        click.option("--every", type=click.IntRange(1), help="Record steps 0, N, 2 × N, …."),
-        click.option(
-            "--kinds", multiple=True, help=f"What to record of each layer; may be repeated. {', '.join(KINDS)}."
-        ),
-        click.option("--containers/--no-containers", default=None, help="Choose among all modules, not leaves alone."),
-        click.option("--layers", multiple=True, help="Glob over layer names, such as 'blocks.0.*'; may be repeated."),
-        click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="TOML file with these options."),
-    ):
-        command = option(command)
-    return command
+    explained = _explained(inspect.cleandoc(Plan.__doc__ or ""))
+    for name, parameter in reversed(list(inspect.signature(plan_of).parameters.items())):
+        command = _option(name, parameter.annotation, explained.get(name, ""))(command)
+    option = click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="TOML file with these options.")
+    return option(command)
+
+
+def _option(name: str, annotation: Any, explanation: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    flag = f"--{name.replace('_', '-')}"
+    help = " ".join(filter(None, (f"{explanation[:1].upper()}{explanation[1:]}", _MORE.get(name))))
+    kinds = typing.get_args(annotation) or (annotation,)
+    if bool in kinds:
+        return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=help)
+    if name in _CHOICES:
+        return click.option(flag, name, type=click.Choice([choice or _NONE for choice in _CHOICES[name]]), help=help)
+    if any(typing.get_origin(kind) is Iterable for kind in kinds):
+        return click.option(flag, name, multiple=True, help=f"{help} May be repeated.")
+    number = next((kind for kind in (int, float) if kind in kinds and str not in kinds), str)
+    return click.option(flag, name, type=number, help=help)
+
+
+def _explained(docstring: str) -> dict[str, str]:
+    """Return what a docstring says of each attribute."""
+    entries = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", docstring, re.MULTILINE)
+    explained = {name: " ".join(text.split()) for name, text in entries}
+    return {name.removesuffix("_bytes") if name == "ring_bytes" else name: text for name, text in explained.items()}
 
 
 def options_of(plan_file: Path | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +73,7 @@ def options_of(plan_file: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         options = read_plan(plan_file) if plan_file is not None else {}
-        options |= {name: _split(value) for name, value in given.items() if value not in (None, ())}
+        options |= {name: _meant(name, value) for name, value in given.items() if value not in (None, ())}
         plan_of(**options)
     except AttachError as error:
         raise click.ClickException(str(error)) from None
@@ -61,17 +93,23 @@ def changes_of(assignments: tuple[str, ...]) -> dict[str, Any]:
         if not sign or not name:
             raise click.UsageError(f"{assignment!r} is no assignment; write for example every=1 or layers='blk.3.*'.")
         value: Any = text.strip()
-        if name in ("layers", "kinds"):
+        if name in changes:
+            raise click.UsageError(f"{name} is given twice.")
+        if name in _LISTS:
             value = _split((value,))
         elif value.lower() in ("true", "yes", "on", "false", "no", "off"):
             value = value.lower() in ("true", "yes", "on")
-        elif value.isdigit():
+        elif re.fullmatch("[0-9]{1,18}", value):
             value = int(value)
         changes[name] = value
     return changes
 
 
-def _split(value: Any) -> Any:
-    if not isinstance(value, tuple):
-        return value
-    return [part.strip() for text in value for part in text.split(",") if part.strip()]
+def _meant(name: str, value: Any) -> Any:
+    if name in _LISTS:
+        return _split(value)
+    return None if name in _CHOICES and value == _NONE else list(value) if isinstance(value, tuple) else value
+
+
+def _split(texts: tuple[str, ...]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]

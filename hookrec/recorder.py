@@ -310,6 +310,33 @@ class Recorder:
         self._check_attached("trigger")
         self._recording.trigger("call", str(why))
 
+    def pause(self) -> contextlib.ExitStack:
+        """Record no calls of layers until `resume()`, or the end of `with recorder.pause():`.
+
+        For an evaluation in the middle of a training: its forward passes would be calls of the step under way. Numbers
+        that are logged meanwhile belong to the step that ended. Steps are counted as before.
+
+        Returns:
+            A context manager that resumes when it is left.
+
+        Raises:
+            DetachedError: the recorder was detached.
+        """
+        self._check_attached("pause")
+        self._recording.pause()
+        left = contextlib.ExitStack()
+        left.callback(self._recording.resume)
+        return left
+
+    def resume(self) -> None:
+        """Record again after `pause()`. May be repeated.
+
+        Raises:
+            DetachedError: the recorder was detached.
+        """
+        self._check_attached("resume")
+        self._recording.resume()
+
     def detach(self) -> None:
         """Stop recording, write what is under way, seal the trace, and leave the model as it was. May be repeated."""
         self._detach(None)

@@ -77,6 +77,7 @@ class Recording:
         self._noted: set[tuple[str | None, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
         self._between = False  # whether a step has ended and no forward pass has begun since
+        self._paused = False
         self._told_to_stop = self._told_of_nothing = self._told_of_room = False
         self._signals: list[str] = []
         self._since = self._began = time.perf_counter()
@@ -310,6 +311,27 @@ class Recording:
         else:
             self._hooks.remove()
             self._parameters.remove()
+        if self._paused:
+            self.pause()
+
+    def pause(self) -> None:
+        """Take the hooks off the modules until `resume`; parameters are still watched, since they have no calls."""
+        with self._capture.lock:
+            if self.active:
+                self._paused = True
+                self._hooks.remove()
+                self._clock.unwatch()
+
+    def resume(self) -> None:
+        """Go on with the step that is under way."""
+        with self._capture.lock:
+            if self.active and self._paused:
+                self._paused = False
+                sampled = self._plan.samples(self.step_number)
+                self._clock.watch(sampled=sampled)
+                if sampled:
+                    self._choose_again()
+                    self._hooks.install()
 
     def _end_step(self) -> None:
         with self._capture.lock:

@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 
 from replay.alerts import read_alerts
-from replay.catalog import printable
-from replay.command_line import json_option, print_rows, trace_argument
+from replay.command_line import json_option, print_rows, say, trace_argument
 from replay.documents import read_identity
+from replay.printable import printable
 
 _COLUMNS = ("time", "severity", "rule", "rank", "layer", "kind", "first_step", "message")
 
@@ -28,10 +28,8 @@ def alerts(trace: Path, as_json: bool) -> None:
     elif found:
         print_rows([{name: _cell(getattr(alert, name)) for name in _COLUMNS} for alert in found], as_json)
     else:
-        click.echo(f"{printable(trace)} has no alert. `hookrec daemon` writes them as it watches a folder.", err=True)
+        say(f"{printable(trace)} has no alert. `hookrec daemon` writes them as it watches a folder.", err=True)
 
 
 def _cell(value: object) -> object:
-    if value is None:
-        return "-"
-    return printable(value) if isinstance(value, str) else value
+    return "-" if value is None else value

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import attempt_option, json_option, limit_option, print_rows, trace_argument
+from replay.command_line import attempt_option, json_option, limit_option, print_rows, say, trace_argument
 
 
 @click.command(
@@ -37,4 +37,4 @@ def sql(trace: Path, query: str, limit: int, attempt: int | None, as_json: bool)
     shown = found if as_json else found.slice(0, limit)
     print_rows(shown.to_pylist(), as_json, found.column_names)
     if len(found) > len(shown):
-        click.echo(f"{len(found) - limit:,} more; --limit shows them.", err=True)
+        say(f"{len(found) - limit:,} more; --limit shows them.", err=True)

@@ -159,8 +159,3 @@ def _counted(rank: Path) -> _Counted:
     table = log.table(COUNTED_COLUMNS)
     found = totals({name: table[name].to_numpy() for name in table.column_names}, log.attempts)
     return _Counted(state, found["steps"], found["records"], found["bytes"])
-
-
-def printable(name: object) -> str:
-    """Return a name on one line: control characters, and bytes that are no text, as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(name))

@@ -11,8 +11,9 @@ import click
 
 import replay
 from replay.check import Finding, Report, all_rules, choose, examine
-from replay.command_line import attempt_option, json_option, print_json, trace_argument
+from replay.command_line import attempt_option, json_option, print_json, say, trace_argument
 from replay.errors import ReplayError
+from replay.printable import printable
 from replay.rulebook import SEVERITIES, rules_of_file
 
 _EXAMPLES = """\b
@@ -116,20 +117,20 @@ def _print(report: Report, *, several_ranks: bool, verbose: bool) -> None:
         if finding.last_step != finding.first_step:
             steps = f"steps {finding.first_step} to {finding.last_step}"
         where = f", rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if several_ranks else ""
-        click.secho(f"{finding.severity:8}", nl=False, bold=True, fg="red" if finding.severity == "error" else "yellow")
-        click.echo(f"{finding.rule}, {steps}{where}")
+        say(f"{finding.severity:8}", nl=False, bold=True, fg="red" if finding.severity == "error" else "yellow")
+        say(printable(f"{finding.rule}, {steps}{where}"))
         for text in (finding.message, finding.advice):
-            click.echo(textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8))
-        click.echo()
+            say(textwrap.fill(printable(text), width, initial_indent=" " * 8, subsequent_indent=" " * 8))
+        say()
     counts = {severity: sum(f.severity == severity for f in report.findings) for severity in SEVERITIES}
     found = ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for name, number in counts.items() if number)
     rest = f"{len(report.quiet)} rules found nothing, {len(report.not_applicable)} do not apply"
     hint = "" if verbose or not report.not_applicable else " (-v says why)"
-    click.echo(f"{found or 'nothing found'}; {rest}{hint}.")
+    say(f"{found or 'nothing found'}; {rest}{hint}.")
     if verbose:
-        click.echo(f"found nothing: {', '.join(report.quiet) or 'none'}")
+        say(f"found nothing: {', '.join(report.quiet) or 'none'}")
         for name, reason in report.not_applicable.items():
-            click.echo(f"does not apply: {name}: {reason}")
+            say(printable(f"does not apply: {name}: {reason}"))
 
 
 def _joined(findings: Iterable[Finding]) -> list[tuple[list[int], Finding]]:

@@ -17,11 +17,13 @@ from replay.command_line import (
     on_terminal,
     print_json,
     print_rows,
+    say,
     say_if_empty,
     step_option,
     trace_argument,
 )
 from replay.history import in_words
+from replay.printable import printable
 
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 _CURVE = 16
@@ -66,10 +68,10 @@ def info(trace: Path, attempt: int | None, as_json: bool) -> None:
         if not lines:
             continue
         inline = not isinstance(value, list) or name in ("kinds", "ranks")
-        click.secho(f"{name:13}", bold=True, nl=False)
-        click.echo(", ".join(lines) if inline else lines[0])
+        say(f"{name:13}", bold=True, nl=False)
+        say(", ".join(lines) if inline else lines[0])
         for line in () if inline else lines[1:]:
-            click.echo(f"{'':13}{line}")
+            say(f"{'':13}{line}")
 
 
 def _facts(trace: replay.Trace) -> dict[str, Any]:
@@ -136,10 +138,10 @@ def _cost_in_words(cost: dict[str, float]) -> str | None:
 
 def _lines(value: object) -> list[str]:
     if isinstance(value, dict):
-        return [f"{name} {number}" for name, number in value.items()]
+        return [printable(f"{name} {number}") for name, number in value.items()]
     if isinstance(value, list):
-        return [str(item) for item in value]
-    return [] if value in (None, "") else [f"{value:,}" if isinstance(value, int) else str(value)]
+        return [printable(item) for item in value]
+    return [] if value in (None, "") else [f"{value:,}" if isinstance(value, int) else printable(value)]
 
 
 @main.command()
@@ -223,7 +225,7 @@ def stats(
     print_rows(rows, as_json, columns)
     say_if_empty(table, opened)
     if len(table) > limit:
-        click.echo(f"{len(table) - limit:,} more; --limit shows them.", err=True)
+        say(f"{len(table) - limit:,} more; --limit shows them.", err=True)
 
 
 @main.command()
@@ -235,7 +237,7 @@ def first(trace: Path, where: str, attempt: int | None, as_json: bool) -> None:
     """Print the first record for which a condition holds, such as 'n_nan > 0'. Ends with 1 if there is none."""
     found = replay.open(trace, attempt).first(where)
     if found is None:
-        click.echo("null" if as_json else f"No record of {trace} has {where}.")
+        say("null" if as_json else f"No record of {trace} has {where}.")
         sys.exit(1)
     if as_json:
         print_json(found)
@@ -277,15 +279,15 @@ def show(trace: Path, layer: str, step: int | None, attempt: int | None, as_json
         print_json({**record, "values": tensor.tolist() if tensor.dtype.kind in "biuf" else str(tensor.tolist())})
         return
     for name, value in record.items():
-        click.echo(f"{name:9} {cell_text(value)}")
+        say(f"{name:9} {cell_text(value)}")
     if on_terminal():
         from replay.sparklines import curves, distribution, place_of
         from replay.timelines import timelines
 
         curve = curves(timelines(opened, "l2", layer, key["kind"]), "l2", 3 * _CURVE)[place_of(record)]
-        click.echo(f"{'over time':9} {curve}")
-        click.echo(f"{'elements':9} {distribution(tensor, 3 * _CURVE)}")
-    click.echo(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
+        say(f"{'over time':9} {curve}")
+        say(f"{'elements':9} {distribution(tensor, 3 * _CURVE)}")
+    say(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
 
 
 @main.command()
@@ -310,7 +312,7 @@ def export(
         raise replay.BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
     selection = replay.open(trace, attempt).select(layers or None, kinds or None, where=where)
     selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
-    click.echo(f"wrote {out}", err=True)
+    say(f"wrote {out}", err=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import click
 
 import replay
 from replay.errors import ReplayError
+from replay.printable import printable, printable_lines
 
 _WORDS = ("layer", "kind", "path", "dtype", "shape", "rule", "severity", "advice", "trace", "status")
 
@@ -51,7 +52,10 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except ReplayError as error:
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(printable_lines(error)) from None
+        except click.ClickException as error:
+            error.message = printable_lines(error.message)  # type: ignore[misc]
+            raise
 
 
 trace_argument = click.argument("trace", type=click.Path(path_type=Path))
@@ -78,6 +82,18 @@ def filter_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def say(text: object = "", *, err: bool = False, nl: bool = True, **style: Any) -> None:
+    """Print text that may have come from a trace: line breaks stay, other control characters become escapes.
+
+    Args:
+        text: the text. What is one line of it has to be made so by `printable`.
+        err: to standard error.
+        nl: end with a newline.
+        style: as of `click.style`.
+    """
+    click.secho(printable_lines(text), err=err, nl=nl, **style)
+
+
 @contextmanager
 def progress(what: str, every_s: float = 10.0) -> Iterator[Callable[[int, int], None]]:
     """Give a function to be told how many of how many are done, and show it on stderr.
@@ -97,13 +113,13 @@ def progress(what: str, every_s: float = 10.0) -> Iterator[Callable[[int, int], 
         return
     due = time.monotonic() + every_s
 
-    def say(done: int, total: int) -> None:
+    def tell(done: int, total: int) -> None:
         nonlocal due
         if time.monotonic() >= due:
             due = time.monotonic() + every_s
-            click.echo(f"{done:,} of {total:,} {what}", err=True)
+            say(f"{done:,} of {total:,} {what}", err=True)
 
-    yield say
+    yield tell
 
 
 def say_if_empty(found: Sized, trace: replay.Trace) -> None:
@@ -111,7 +127,7 @@ def say_if_empty(found: Sized, trace: replay.Trace) -> None:
     if not len(found):
         steps, layers = trace.steps, ", ".join(map(repr, trace.layers[:3]))
         there = f"steps {steps[0]} to {steps[-1]}, layers such as {layers}" if steps else "no committed step"
-        click.echo(f"No record is so. {trace.path} has {there}, kinds {', '.join(trace.kinds) or 'none'}.", err=True)
+        say(f"No record is so. {trace.path} has {there}, kinds {', '.join(trace.kinds) or 'none'}.", err=True)
 
 
 def on_terminal() -> bool:
@@ -153,18 +169,18 @@ def print_rows(rows: Sequence[dict[str, Any]], as_json: bool, columns: Iterable[
 
         table = Table(box=None, header_style="bold")
         for name in names:
-            table.add_column(name, justify="left" if name in _WORDS else "right")
+            table.add_column(printable(name), justify="left" if name in _WORDS else "right")
         for line in cells:
             table.add_row(*map(Text, line))
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    for line in (names, *cells):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    widths = [max(map(len, column)) for column in zip(map(printable, names), *cells, strict=True)]
+    for line in (list(map(printable, names)), *cells):
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def cell_text(value: object) -> str:
-    """Return a value as a cell of a table shows it."""
+    """Return a value as a cell of a table shows it, on one line."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if value is None:
@@ -172,5 +188,5 @@ def cell_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         if any(isinstance(item, float) for item in value):
             return f"[{', '.join(f'{item:.4g}' for item in value[:4])}{', …' if len(value) > 4 else ''}]"
-        return "×".join(map(str, value)) or "scalar"
-    return str(value)
+        return "×".join(map(printable, value)) or "scalar"
+    return printable(value)

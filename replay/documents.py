@@ -39,6 +39,12 @@ def read_identity(path: Path) -> dict[str, Any]:
     identity = _read(path / TRACE_FILE)
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
+        if any(path.glob("rank-[0-9]*")):
+            # Ranks make their folders before the writer of rank 0 has started, which takes a second.
+            raise TraceNotFound(
+                f"{path} has no {TRACE_FILE} yet: a recording is being begun there, or was ended before it had begun. "
+                "Look again in a few seconds."
+            )
         if inside:
             hint = f"Traces are inside, such as {path / inside[0]}; replay list {path} shows them all."
         elif (path.absolute().parent / TRACE_FILE).exists():

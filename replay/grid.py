@@ -373,6 +373,7 @@ class _Cells:
 
     def _joined(self, name: str, values: Floats) -> Floats:
         size = self._empty.size
+        numel = self._table["numel"].to_numpy()[self._rows].astype(np.float64)
         if name == "min":
             grid = np.full(size, np.inf)
             np.fmin.at(grid, self._cell, values)
@@ -381,9 +382,8 @@ class _Cells:
             np.fmax.at(grid, self._cell, values)
         elif name == "l2":
             grid = np.zeros(size)
-            np.hypot.at(grid, self._cell, values)
+            np.hypot.at(grid, self._cell, np.where(numel > 0, values, 0))
         else:
-            numel = self._table["numel"].to_numpy()[self._rows].astype(np.float64)
             # A tensor without elements has no mean, and no weight either.
             mean = np.where(numel > 0, self._table["mean"].to_numpy()[self._rows], 0)
             total = np.maximum(np.bincount(self._cell, numel, size), 1)

@@ -7,7 +7,7 @@ import click
 from click.core import ParameterSource
 
 import replay
-from replay.command_line import attempt_option, filter_options, trace_argument
+from replay.command_line import attempt_option, filter_options, say, trace_argument
 from replay.format import STATISTICS
 from replay.new_file import new_file
 
@@ -111,8 +111,8 @@ def plot(
         else:
             drawing.save(drawing.draw(chart), partial, out.suffix.lower().removeprefix("."))
     for note in chart.notes:
-        click.echo(note, err=True)
-    click.echo(f"wrote {out}", err=True)
+        say(note, err=True)
+    say(f"wrote {out}", err=True)
 
 
 def _check(ctx: click.Context, out: Path, kinds: tuple[str, ...], chosen: list[str]) -> None:

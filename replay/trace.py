@@ -309,7 +309,8 @@ class Trace:
             layers: glob or globs over layer names.
             kinds: glob or globs over kinds.
             steps: a step, a slice of steps, or several steps.
-            where: a SQL condition over the columns, such as "n_nan > 0 and kind = 'output'".
+            where: a SQL condition over the columns, such as "n_nan > 0 and kind = 'output'". In SQL, NaN is greater
+                than any number: `l2 > 10` holds of a tensor without a finite element, and `l2 < 10` does not.
 
         Returns:
             Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.

@@ -6,7 +6,6 @@ from typing import Any
 import click
 
 import replay
-from replay.catalog import printable
 from replay.command_line import (
     attempt_option,
     filter_options,
@@ -14,6 +13,7 @@ from replay.command_line import (
     limit_option,
     print_json,
     print_rows,
+    say,
     trace_argument,
 )
 from replay.format import STATISTICS
@@ -59,14 +59,14 @@ def trend(
         rows = []
         for line, row, marks in zip(shown, values, broken, strict=True):
             names: dict[str, Any] = {"rank": line.rank} if several_ranks else {}
-            names |= {"layer": printable(line.layer) or "(root)", "kind": line.kind, "path": printable(line.path)}
+            names |= {"layer": line.layer or "(root)", "kind": line.kind, "path": line.path}
             curve = sparkline(row, marks, logarithmic=stat in LOGARITHMIC)
             rows.append({**names, "trend": curve, "first": float(line.values[0]), "last": float(line.values[-1])})
         print_rows(rows, as_json, [name for name in rows[0] if name != "path"])
         if width > 1:
-            click.echo(f"A character stands for {width} steps.", err=True)
+            say(f"A character stands for {width} steps.", err=True)
     if len(lines) > limit:
-        click.echo(f"{len(lines) - limit:,} more; --limit shows them.", err=True)
+        say(f"{len(lines) - limit:,} more; --limit shows them.", err=True)
 
 
 def _facts(line: Timeline) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import click
 
-from replay.command_line import json_option, print_json, progress, trace_argument
+from replay.command_line import json_option, print_json, progress, say, trace_argument
 from replay.errors import ReplayError
+from replay.printable import printable
 from replay.verify import Problem, verify
 
 _EXIT = """\b
@@ -40,14 +41,14 @@ def verify_trace(trace: Path, as_json: bool) -> None:
             for problem in verify(trace, count_and_tell):
                 found.append(problem)
                 if not as_json:
-                    click.echo(_line(problem))
+                    say(printable(_line(problem)))
     except ReplayError as error:
         raise _NoTrace(str(error)) from None
     damaged = sum(problem.damage for problem in found)
     if as_json:
         print_json({"records": count, "damaged": damaged, "problems": [dataclasses.asdict(p) for p in found]})
     else:
-        click.echo(f"{count:,} records read, {damaged or 'nothing'} damaged", err=True)
+        say(f"{count:,} records read, {damaged or 'nothing'} damaged", err=True)
     sys.exit(bool(damaged))
 
 

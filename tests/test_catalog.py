@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from torch import nn, ones
 
 import hookrec
-from replay.catalog import entry_of, find_traces, printable
+from replay.catalog import entry_of, find_traces
 from replay.cli import main
+from replay.printable import printable
 from tests.live_traces import WrittenTrace
 
 

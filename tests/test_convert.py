@@ -78,6 +78,38 @@ def test_all_ranks_and_the_files_beside_them_come_along(tmp_path):
     assert names == {"alerts.jsonl", "pinned", "trace.json", "rank-00000", "rank-00001"}
 
 
+def test_nothing_that_a_link_leads_to_is_copied(tmp_path):
+    write_stored(tmp_path / "a")
+    secret = tmp_path / "secret"
+    secret.write_text('{"step": 0, "time": 1, "values": {"secret": 1}, "layer": null, "note": "secret"}\n')
+    rank = tmp_path / "a/rank-00000"
+    links = ("rank-00000/notes.jsonl", "rank-00000/scalars.jsonl", "rank-00000/zz", "zz.txt", "alerts.jsonl", "pinned")
+    for link in links:
+        (tmp_path / "a" / link).unlink(missing_ok=True)
+        (tmp_path / "a" / link).symlink_to(secret)
+    (rank / "folder").symlink_to(tmp_path, target_is_directory=True)
+    (rank / "own.txt").write_text("not of the format")
+
+    done = CliRunner().invoke(main, ["convert", str(tmp_path / "a"), str(tmp_path / "b")])
+
+    assert done.exit_code == 0
+    copied = [path for path in (tmp_path / "b").rglob("*") if path.is_file() or path.is_symlink()]
+    assert not any(path.is_symlink() or b"secret" in path.read_bytes() for path in copied if path.name != "trace.json")
+    for name in (*links, "rank-00000/folder", "rank-00000/own.txt"):
+        assert f"{tmp_path / 'a' / name} is a link, or no file of a trace" in done.stderr
+    assert done.stderr.count("is a link") == len(links) + 2
+
+
+@pytest.mark.parametrize("name", ["rank-00000", "rank-00000/model.json"])
+def test_a_link_that_cannot_be_left_out_is_refused(tmp_path, name):
+    write_stored(tmp_path / "a")
+    (tmp_path / "a" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "a" / name).symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(CannotConvert, match=f"{name} is a link"):
+        convert(tmp_path / "a", tmp_path / "b", "zarr", None)
+
+
 def test_a_torn_trace_gives_a_sealed_one_with_what_was_committed(tmp_path):
     tensors = write_stored(tmp_path / "a", sealed=False)
     log = tmp_path / "a/rank-00000/records-00000.arrows"
@@ -116,7 +148,7 @@ def test_dropped_tensors_stay_dropped_and_are_no_damage(tmp_path):
     drop(tmp_path / "a/rank-00000", victims, "a quota", "2026-01-01T00:00:00Z")
     assert list(verify(tmp_path / "a")) == []
 
-    assert convert(tmp_path / "a", tmp_path / "b", "zarr", "zstd") == 0
+    assert convert(tmp_path / "a", tmp_path / "b", "zarr", "zstd").damaged == 0
 
     with replay.open(tmp_path / "b") as trace:
         with pytest.raises(NotRecorded, match="make room"):

@@ -1,5 +1,6 @@
 """Pictures show the numbers of the trace, and their files are whole, new and asked for."""
 
+import math
 import sys
 
 import numpy as np
@@ -50,7 +51,7 @@ def norms(tmp_path):
         {"step": 0, "layer": "b", "l2": 0.0},
         {"step": 0, "layer": "a", "l2": 5.0, "kind": "grad_output"},
         {"step": 1, "layer": "a", "l2": 3.0, "n_nan": 2},
-        {"step": 2, "layer": "a", "l2": 0.0, "n_nan": 100},
+        {"step": 2, "layer": "a", "l2": math.nan, "n_nan": 100},
         {"step": 2, "layer": "b", "l2": 4.0},
     ]
     return str(write_trace(tmp_path / "norms", records))

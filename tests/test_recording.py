@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import hookrec
 import replay
-from hookrec.statistics import STATISTICS, describe
+from hookrec.statistics import FIELDS, STATISTICS, describe
 from tests.oracle import Oracle, differences, leaves, recorded
 from tests.samples import SAMPLES, convolutional, train
 
@@ -149,6 +149,29 @@ def test_statistics_stay_right_where_float32_sums_would_not(tmp_path):
         assert row["mean"] == pytest.approx(finite.mean(), rel=1e-4)
         assert row["std"] == pytest.approx((finite / scale).std() * scale, rel=1e-4)
         assert row["l2"] == pytest.approx(np.sqrt(((finite / scale) ** 2).sum()) * scale, rel=1e-4)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize("values", [[np.nan] * 3, [np.inf, -np.inf, np.nan], [np.nan] * 40_000, []])
+def test_what_has_no_finite_element_has_no_size(native, dtype, values):
+    found = dict(zip(FIELDS, STATISTICS.unpack(describe(torch.tensor(values).to(dtype), native=native)), strict=True))
+
+    assert found["numel"] == len(values)
+    assert all(np.isnan(found[name]) for name in FIELDS[5:]), found
+
+
+def test_a_layer_that_is_nan_is_not_taken_for_a_dead_one(tmp_path):
+    model = nn.ModuleDict({"nan": nn.Identity(), "dead": nn.Identity(), "complex": nn.Identity()})
+
+    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0):
+        model["nan"](torch.full((3,), np.nan))
+        model["dead"](torch.zeros(3))
+        model["complex"](torch.full((3,), complex(np.nan, 0)))
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.records(where="l2 = 0")["layer"].to_pylist() == ["dead"]
+    assert trace.records(where="l2 < 1e-6")["layer"].to_pylist() == ["dead"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int16, torch.uint8])

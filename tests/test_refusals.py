@@ -139,6 +139,12 @@ def test_a_directory_that_is_no_trace_is_told_from_one_inside_or_above_it(trace,
     assert_is_one_message(ask("info", trace / "rank-00000"), "The trace is the directory above", str(trace))
 
 
+def test_a_recording_that_is_being_begun_is_told_from_what_is_no_trace(tmp_path):
+    (tmp_path / "a/rank-00001").mkdir(parents=True)
+
+    assert_is_one_message(ask("info", tmp_path / "a"), "has no trace.json yet", "Look again in a few seconds")
+
+
 @pytest.mark.parametrize("command", [("ls",), ("stats",)])
 def test_an_answer_without_a_record_says_what_there_is(trace, command):
     result = ask(*command, trace, "--where", "l2 > 1e30")

@@ -100,6 +100,39 @@ def test_the_trainer_of_transformers_is_recorded(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_module_of_lightning_is_recorded(tmp_path):
+    pytest.importorskip("lightning")
+    recorded, trace = both(tmp_path, "lightning_module.py", tmp_path)
+
+    assert trace.layers == ["0", "1", "2"]  # the outermost module that is called is `net`
+    assert trace.records("2", "grad_output")["step"].to_pylist() == [step for step in range(8) for _ in range(2)]
+    assert trace.steps == list(range(9))  # the last one is the validation after the training
+    assert recorded.stdout.splitlines()[-1].endswith(" 8")
+    micro = [row["micro"] for row in trace.records("0", "output", 1, where="mode = 'train'").to_pylist()]
+    assert micro == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_loop_with_accelerate_is_recorded(tmp_path):
+    pytest.importorskip("accelerate")
+    _, trace = both(tmp_path, "accelerated.py")
+
+    assert trace.steps == [0, 1, 2, 3]
+    assert trace.layers == ["0", "1", "2", "3"]
+    assert len(trace.records()) == 8 * 4 * 2
+
+
+@pytest.mark.slow
+def test_an_engine_of_ignite_is_recorded(tmp_path):
+    pytest.importorskip("ignite")
+    _, trace = both(tmp_path, "ignite_engine.py")
+
+    assert trace.layers == ["0", "1", "2"]
+    assert trace.records("2", "grad_output")["step"].to_pylist() == list(range(8))
+    assert trace.steps == list(range(9))  # the last one is the evaluation after the training
+
+
+@pytest.mark.slow
 def test_ranks_under_torchrun_record_into_one_trace(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}

@@ -54,7 +54,8 @@ def test_each_place_has_a_timeline_in_the_order_of_layers(trace):
 
 
 def test_a_norm_of_no_finite_element_is_no_zero(tmp_path):
-    records = [{"step": 0, "layer": "a", "l2": 0.0, "n_nan": 60, "n_posinf": 40}, {"step": 1, "layer": "a", "l2": 0.0}]
+    broken = {"step": 0, "layer": "a", "l2": math.nan, "n_nan": 60, "n_posinf": 40}
+    records = [broken, {"step": 1, "layer": "a", "l2": 0.0}]
     trace = replay.open(write_trace(tmp_path / "a", records))
 
     norms, counts = timelines(trace, "l2")[0], timelines(trace, "n_nan")[0]
