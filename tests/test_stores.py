@@ -3,6 +3,8 @@
 import mmap
 from pathlib import Path
 
+import h5py
+import hdf5plugin  # noqa: F401  (it registers filters)
 import numpy as np
 import pytest
 import tensorstore
@@ -247,8 +249,6 @@ class TestHdf5(StoreContract):
         return open_reader(directory)
 
     def compare_with_others(self, directory, streams, want):
-        import h5py
-
         with h5py.File(directory / "tensors.h5") as file:
             for stream in streams:
                 data = file[stream.location]["data"]
@@ -259,7 +259,22 @@ class TestHdf5(StoreContract):
                     assert data[:].tobytes() == b"".join(record for _, record in want[stream.id])
 
 
-def test_all_codecs_are_tried():
-    tried = {case.codec for case in (TestZarr, TestZarrWithZstd, TestZarrWithLz4, TestZarrWithBlosc)}
+class TestHdf5WithZstd(TestHdf5):
+    codec = "zstd"
 
-    assert tried == {None, *CODECS}
+
+class TestHdf5WithLz4(TestHdf5):
+    codec = "lz4"
+
+
+class TestHdf5WithBlosc(TestHdf5):
+    codec = "blosc"
+
+
+@pytest.mark.parametrize("store", [TestZarr, TestHdf5])
+def test_all_codecs_are_tried(store):
+    assert {case.codec for case in (store, *_below(store))} == {None, *CODECS}
+
+
+def _below(case: type) -> set[type]:
+    return {lower for found in case.__subclasses__() for lower in (found, *_below(found))}
