@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from replay.codecs import compress, decompress, hdf5_filter
 from replay.files import PAGE, VECTOR, Files, sync
 from replay.format import Placed, Rows, Stream, numpy_dtype
-from replay.hdf5_types import dataset_name, hdf5_type, new_links, set_attributes, wrong_attribute
+from replay.hdf5_types import dataset_name, hdf5_type, new_links, set_attributes, shape_of, wrong_attribute
 
 FILE = "tensors-compressed.h5"
 
@@ -129,7 +129,7 @@ def chunk_faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
     with path.open("rb") as raw, h5py.File(path, "r", locking=False) as file:
         for stream, rows in streams:
             data = file[dataset_name(stream)]
-            if data.shape != (len(rows.step), *stream.shape) or data.chunks != (1, *stream.shape):
+            if data.shape != (len(rows.step), *shape_of(stream)) or data.chunks != (1, *shape_of(stream)):
                 yield f"Stream {stream.id} has the shape {data.shape} in it, in chunks of {data.chunks}."
             elif data.id.get_type() != hdf5_type(stream.dtype):
                 yield f"Stream {stream.id} has another type in it."
@@ -160,7 +160,7 @@ def _describe(path: Path, end: int, streams: Sequence[tuple[Stream, Rows]]) -> N
     headers = []
     with h5py.File(h5py.h5f.open(os.fsencode(path), h5py.h5f.ACC_RDWR, fapl=access)) as made:
         for stream, rows in streams:
-            space = h5py.h5s.create_simple((len(rows.step), *stream.shape))
+            space = h5py.h5s.create_simple((len(rows.step), *shape_of(stream)))
             dataset = h5py.h5d.create(
                 made.id, dataset_name(stream), hdf5_type(stream.dtype), space, dcpl=_properties(stream), lcpl=links
             )
@@ -181,7 +181,7 @@ def _properties(stream: Stream) -> Any:
 
     assert stream.codec is not None
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    properties.set_chunk((1, *stream.shape))
+    properties.set_chunk((1, *shape_of(stream)))
     # Optional, or HDF5 would want to have the filter, which only a reader needs.
     number, values = hdf5_filter(stream.codec, numpy_dtype(stream.dtype).itemsize, stream.nbytes)
     properties.set_filter(number, h5py.h5z.FLAG_OPTIONAL, values)
@@ -218,7 +218,7 @@ def _place_of_address(fd: int, header: int) -> int:
 
 def _index(address: int, stream: Stream, rows: Rows) -> bytes:
     """Return the B-tree of a stream's chunks, which lies at an address, its root first."""
-    count, dimensions = len(rows.offset), len(stream.shape) + 2  # the last is the bytes of an element
+    count, dimensions = len(rows.offset), len(shape_of(stream)) + 2  # the last is the bytes of an element
     key = np.dtype([("nbytes", "<u4"), ("mask", "<u4"), ("start", "<u8", (dimensions,))])
     node = np.dtype(
         [
@@ -246,7 +246,7 @@ def _index(address: int, stream: Stream, rows: Rows) -> bytes:
         keys = np.zeros(size * _FANOUT + 1, key)
         keys["nbytes"][: len(firsts)] = rows.nbytes[firsts]
         keys["start"][: len(firsts), 0] = firsts
-        keys["start"][len(firsts)] = (count, *stream.shape, numpy_dtype(stream.dtype).itemsize)
+        keys["start"][len(firsts)] = (count, *shape_of(stream), numpy_dtype(stream.dtype).itemsize)
         nodes["entries"]["key"] = keys[:-1].reshape(size, _FANOUT)
         nodes["last"] = keys[_FANOUT::_FANOUT]
         padded = np.zeros(size * _FANOUT, np.int64)

@@ -29,7 +29,7 @@ from replay import hdf5_chunks
 from replay.errors import TraceDamaged
 from replay.files import PAGE, VECTOR, Files, sync
 from replay.format import Placed, Rows, Stream, parsed, whole_lines
-from replay.hdf5_types import dataset_name, hdf5_type, new_links, set_attributes, wrong_attribute
+from replay.hdf5_types import dataset_name, hdf5_type, new_links, set_attributes, shape_of, wrong_attribute
 
 MASTER = "tensors.h5"
 SEGMENTS_FILE = "segments.jsonl"
@@ -284,7 +284,7 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
             with h5py.File(path, "r", locking=False) as file:
                 for stream, part in inside:
                     data = file[dataset_name(stream)]
-                    if data.shape != (part.rows, *stream.shape) or data.id.get_offset() != part.offset:
+                    if data.shape != (part.rows, *shape_of(stream)) or data.id.get_offset() != part.offset:
                         yield path, f"Stream {stream.id} does not lie in it where {SEGMENTS_FILE} says."
                     elif wrong := wrong_attribute(data, stream):
                         yield path, wrong
@@ -307,7 +307,7 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
                 if stream.location is None:
                     continue
                 group = file[stream.location]
-                if group["data"].shape != (len(rows.step), *stream.shape):
+                if group["data"].shape != (len(rows.step), *shape_of(stream)):
                     yield path, f"Stream {stream.id} has the shape {group['data'].shape} in it."
                 if wrong := wrong_attribute(group["data"], stream):
                     yield path, wrong
@@ -350,19 +350,19 @@ def _sources(stream: Stream, count: int, parts: Sequence[_Part]) -> Iterator[tup
     for part in parts:
         rows = min(part.rows, count - part.first)
         if rows > 0:
-            zeros = (0, *(0 for _ in stream.shape))
+            zeros = (0, *(0 for _ in shape_of(stream)))
             yield (
                 part.path.name,
                 dataset_name(stream).decode(),
                 part.first,
-                (zeros, (rows - 1, *(n - 1 for n in stream.shape))),
+                (zeros, (rows - 1, *(n - 1 for n in shape_of(stream)))),
             )
 
 
 def _make_virtual(group: Any, stream: Stream, count: int, parts: Sequence[_Part]) -> Any:
     import h5py
 
-    space = h5py.h5s.create_simple((count, *stream.shape))
+    space = h5py.h5s.create_simple((count, *shape_of(stream)))
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     if stream.nbytes and count:
         properties.set_layout(h5py.h5d.VIRTUAL)
@@ -370,9 +370,9 @@ def _make_virtual(group: Any, stream: Stream, count: int, parts: Sequence[_Part]
             rows = min(part.rows, count - part.first)
             if rows <= 0:
                 continue
-            target, source = space.copy(), h5py.h5s.create_simple((part.rows, *stream.shape))
-            target.select_hyperslab((part.first, *(0 for _ in stream.shape)), (rows, *stream.shape))
-            source.select_hyperslab((0, *(0 for _ in stream.shape)), (rows, *stream.shape))
+            target, source = space.copy(), h5py.h5s.create_simple((part.rows, *shape_of(stream)))
+            target.select_hyperslab((part.first, *(0 for _ in shape_of(stream))), (rows, *shape_of(stream)))
+            source.select_hyperslab((0, *(0 for _ in shape_of(stream))), (rows, *shape_of(stream)))
             # HDF5 takes the name for a format.
             name = dataset_name(stream).replace(b"%", b"%%")
             properties.set_virtual(target, part.path.name.encode(), name, source)
@@ -400,7 +400,7 @@ def _make_segment(path: Path, streams: Sequence[tuple[Stream, int]]) -> list[int
         h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fapl=access)) as file,
     ):
         for stream, rows in streams:
-            space = h5py.h5s.create_simple((rows, *stream.shape))
+            space = h5py.h5s.create_simple((rows, *shape_of(stream)))
             made = h5py.h5d.create(
                 file.id, dataset_name(stream), hdf5_type(stream.dtype), space, dcpl=properties, lcpl=links
             )

@@ -1,17 +1,24 @@
 """How a stream is described to HDF5: its name, its type and its attributes, the same in each file of the store."""
 
+import math
 from typing import Any
 
 import numpy as np
 
 from replay.format import ML_DTYPES, Stream, as_attribute, numpy_dtype
 
+_MOST_DIMENSIONS = 31
 _ATTRIBUTES = ("layer", "kind", "path", "dtype")
 
 
 def dataset_name(stream: Stream) -> bytes:
     """Return the name of the dataset that holds the records of a stream."""
     return f"{stream.location}/data".encode()
+
+
+def shape_of(stream: Stream) -> tuple[int, ...]:
+    """Return the shape that HDF5 is told a record has: flat, where it has more dimensions than HDF5 and a row allow."""
+    return stream.shape if len(stream.shape) <= _MOST_DIMENSIONS else (math.prod(stream.shape),)
 
 
 def set_attributes(dataset: Any, stream: Stream) -> None:
