@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: bench check demo test test-slow
+.PHONY: bench check demo docs test test-slow
 
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py hookrec/native/capture.c
 	$(PYTHON) -m venv $(VENV)
@@ -20,6 +20,9 @@ demo: $(VENV)/ready
 	rm -rf runs/demo
 	$(VENV)/bin/python examples/digits.py runs/demo
 	$(VENV)/bin/replay info runs/demo/sigmoid
+
+docs: $(VENV)/ready
+	$(VENV)/bin/python docs/answers.py
 
 check: $(VENV)/ready
 	$(VENV)/bin/ruff check .

@@ -10,6 +10,7 @@ Nothing here is differentiable, draws a random number or keeps a tensor of the m
 import ctypes
 import threading
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from hookrec.plan import Plan
 from hookrec.ring import KEPT, LARGER_THAN_RING, NOT_ASKED, RING_FULL, ROW, ROW_BYTES, Ring
 from hookrec.statistics import NATIVE_DTYPES, STATISTICS, describe, load_native
 
-StreamKey = tuple[str, str, str, torch.dtype, torch.Size]
-"""layer, kind, path, dtype, shape"""
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Capture:
@@ -38,9 +38,10 @@ class Capture:
         self._wait = plan.when_full == "block"
         self._keep = KEPT if plan.tensors else NOT_ASKED
         self._keep_this_step = self._keep
-        self._streams: dict[StreamKey, int] = {}
-        self._forgotten = 0  # streams that are no longer used
+        self._renewed = 0  # how many times all streams were begun anew
         self._native = load_native()
+        for number, facts in enumerate(ring.earlier_streams):
+            ring.streams[self._key_of(facts) if "layer" in facts else number] = facts
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
         self._memory_address = self._memory.data_ptr()
         # The rows are written by address, so the buffer must never be resized: the export of it sees to that.
@@ -48,18 +49,18 @@ class Capture:
         self._statistics_address = ctypes.addressof(self._rows) + ROW.size
         self._scratch = ctypes.create_string_buffer(STATISTICS.size)
 
+    def _key_of(self, facts: dict[str, Any]) -> tuple[object, ...]:
+        dtype = _DTYPES[facts["dtype"]]
+        return (self._renewed, facts["layer"], facts["kind"], facts["path"], dtype, torch.Size(facts["shape"]))
+
     def stream(self, layer: str, kind: str, path: str, dtype: torch.dtype, shape: torch.Size) -> int:
         """Return the number of the stream of such records; a new one is told to the writer with the next part."""
-        key = (layer, kind, path, dtype, shape)
-        number = self._streams.get(key)
-        if number is None:
-            with self.lock:
-                new = self._forgotten + len(self._streams)
-                number = self._streams.setdefault(key, new)
-                if number == new:
-                    name = DTYPE_NAMES[dtype]
-                    stream = {"layer": layer, "kind": kind, "path": path, "dtype": name, "shape": list(shape)}
-                    self._ring.facts.setdefault("streams", []).append(stream)
+        facts = {"layer": layer, "kind": kind, "path": path, "dtype": DTYPE_NAMES[dtype], "shape": list(shape)}
+        with self.lock:
+            streams = self._ring.streams
+            # One call gives the number and announces it, so that Ctrl-C cannot come between.
+            known = streams.setdefault((self._renewed, layer, kind, path, dtype, shape), {"id": len(streams), **facts})
+        number: int = known["id"]
         return number
 
     def record(self, stream: int, tensor: Tensor, call: Call) -> bytes:
@@ -102,7 +103,7 @@ class Capture:
             begin_row = row * ROW_BYTES
             step, number, micro, mode = call
             ROW.pack_into(ring.rows, begin_row, step, stream, number, micro, mode, kept, 0, offset, nbytes, checksum)
-            ring.count = row + 1
+            ring.part.count = row + 1
             self.records += 1
             self.seconds += time.perf_counter() - begin
             return bytes(ring.rows[begin_row + ROW.size : begin_row + ROW_BYTES])
@@ -138,9 +139,7 @@ class Capture:
         self._wait = plan.when_full == "block"
         before, self._keep = self._keep, KEPT if plan.tensors else NOT_ASKED
         anew = plan.tensors and before == NOT_ASKED
-        if anew:
-            self._forgotten += len(self._streams)
-            self._streams = {}
+        self._renewed += anew
         return anew
 
     def begin_step(self) -> None:

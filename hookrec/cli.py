@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import Commands
+from replay.command_line import Commands, say
 from replay.seal import is_locked, is_sealed, locked, seal
 
 _ELSEWHERE = {
@@ -15,6 +15,7 @@ _ELSEWHERE = {
     "daemon": "hookrec.daemon_command:daemon",
     "detach": "hookrec.control_commands:detach",
     "pin": "hookrec.pin_command:pin",
+    "rerun": "hookrec.rerun_command:rerun_layers",
     "run": "hookrec.run_command:run",
     "set": "hookrec.control_commands:set_",
     "status": "hookrec.control_commands:status",
@@ -23,8 +24,14 @@ _ELSEWHERE = {
     "unpin": "hookrec.pin_command:unpin",
 }
 
+_EXIT = """\b
+Exit status of all commands, and what more some have is in their help:
+  0  it was done
+  1  it was refused, or failed on the way
+  2  wrong use, or a trace that cannot be read"""
 
-@click.group(cls=Commands, elsewhere=_ELSEWHERE)
+
+@click.group(cls=Commands, elsewhere=_ELSEWHERE, epilog=_EXIT)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Record PyTorch trainings. In a script: hookrec.attach(model, "runs/a"). To read a trace: replay info runs/a."""
@@ -40,9 +47,9 @@ def recover(trace: Path) -> None:
     opened = replay.open(trace)
     for number, directory in sorted(opened.directories.items()):
         if is_sealed(directory):
-            click.echo(f"rank {number} is sealed already")
+            say(f"rank {number} is sealed already")
         elif is_locked(directory):
-            click.echo(f"rank {number} is being recorded; its writer will seal it")
+            say(f"rank {number} is being recorded; its writer will seal it")
         else:
             try:
                 with locked(directory):
@@ -50,13 +57,13 @@ def recover(trace: Path) -> None:
                         directory, "recovered", "the writer was gone; sealed afterwards from the log", {}, durable=True
                     )
             except BlockingIOError:
-                click.echo(f"rank {number} is being recorded; its writer will seal it")
+                say(f"rank {number} is being recorded; its writer will seal it")
                 continue
             except OSError as error:
                 raise click.ClickException(f"{directory} cannot be sealed: {error}.") from None
-            click.echo(f"rank {number} is recovered")
+            say(f"rank {number} is recovered")
     steps = opened.refresh().steps
-    click.echo(f"{trace} has {len(steps)} committed steps{f', {steps[0]} to {steps[-1]}' if steps else ''}")
+    say(f"{trace} has {len(steps)} committed steps{f', {steps[0]} to {steps[-1]}' if steps else ''}")
 
 
 if __name__ == "__main__":

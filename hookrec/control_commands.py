@@ -18,7 +18,8 @@ import click
 from hookrec.client import NotYet, Unreachable, do, listening, socket_of
 from hookrec.errors import HookrecError
 from hookrec.plan_options import changes_of, options_of, plan_options
-from replay.command_line import json_option, print_json
+from replay.command_line import json_option, print_json, say
+from replay.printable import printable
 
 _EXIT_CODES = (
     "Exit codes: 0 done, 1 refused, 2 wrong arguments, 3 cannot be reached, 4 taken, but no step ended in time."
@@ -68,31 +69,31 @@ def status(pid: int | None, as_json: bool) -> None:
     for facts in found:
         _print(facts)
     if not found:
-        click.echo("No process of yours listens. Start one by: hookrec run -o DIR SCRIPT", err=True)
+        say("No process of yours listens. Start one by: hookrec run -o DIR SCRIPT", err=True)
 
 
 def _print(facts: dict[str, Any]) -> None:
     command = shlex.join(facts.get("command", ()))
-    click.secho(f"{facts['pid']:<8}", bold=True, nl=False)
-    click.echo(command if len(command) < 200 else f"{command[:197]}...")
+    say(f"{facts['pid']:<8}", bold=True, nl=False)
+    say(printable(command if len(command) < 200 else f"{command[:197]}..."))
     if "error" in facts:
-        click.echo(f"{'':8}{facts['error']}")
+        say(f"{'':8}{facts['error']}")
         return
     for recorder in facts["recorders"]:
-        click.echo(f"{'':8}trace    {recorder['trace']}")
+        say(f"{'':8}trace    {recorder['trace']}")
         age = f", this one for {recorder['step_s']:.1f} s" if recorder["step_s"] > 1 else ""
-        click.echo(f"{'':8}step     {recorder['step']:,}, {recorder['steps_per_s']:.3g} a second{age}")
+        say(f"{'':8}step     {recorder['step']:,}, {recorder['steps_per_s']:.3g} a second{age}")
         plan = recorder["plan"]
         shown = {name: plan[name] for name in ("layers", "kinds", "every", "tensors") if name in plan}
         words = [f"{n}={','.join(v) if isinstance(v, list) else str(v).lower()}" for n, v in shown.items()]
-        click.echo(f"{'':8}plan     {' '.join(words)}")
+        say(f"{'':8}plan     {' '.join(words)}")
         if recorder["tensors_stopped"]:
-            click.echo(f"{'':8}tensors  stopped: a limit on the disk was reached; see `replay info`")
+            say(f"{'':8}tensors  stopped: a limit on the disk was reached; see `replay info`")
     if not facts["recorders"]:
         minutes = (time.time() - facts["since"]) / 60
-        click.echo(f"{'':8}idle     for {minutes:.0f} min; hookrec attach {facts['pid']} -o DIR")
+        say(f"{'':8}idle     for {minutes:.0f} min; hookrec attach {facts['pid']} -o DIR")
     if facts["waiting"]:
-        click.echo(f"{'':8}waiting  {len(facts['waiting'])} requests wait for the end of a step")
+        say(f"{'':8}waiting  {len(facts['waiting'])} requests wait for the end of a step")
 
 
 @click.command("set")
@@ -161,9 +162,9 @@ def attach(
 
         if only_socket:
             raise Unreachable(f"Process {pid} does not listen, and --only-socket forbids to make it.")
-        path = make_listen(pid, wait_s, debugger, lambda line: click.echo(line, err=True))
+        path = make_listen(pid, wait_s, debugger, lambda line: say(line, err=True))
     message = do(path, {"command": "attach", "path": os.path.abspath(out), "options": options}, wait_s)["message"]
-    click.echo(message)
+    say(message)
 
 
 def _socket(pid: int) -> Path:
@@ -177,7 +178,7 @@ def _socket(pid: int) -> Path:
 
 
 def _do(pid: int, request: dict[str, Any], wait_s: float) -> None:
-    click.echo(do(_socket(pid), request, wait_s)["message"])
+    say(do(_socket(pid), request, wait_s)["message"])
 
 
 def _absolute(trace: str | None) -> str | None:

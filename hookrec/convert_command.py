@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from replay.command_line import progress
+from replay.command_line import progress, say
 from replay.convert import convert
 from replay.format import CODECS
 from replay.stores import STORES
@@ -13,7 +13,8 @@ from replay.stores import STORES
 _EXIT = """\b
 Exit status:
   0  the copy has all that the original has
-  1  there is no copy; the same command goes on where it was interrupted
+  1  it was interrupted, or could not be written; the same command goes on
+  2  there can be no copy: wrong use, a trace or what is there of a copy is damaged
   3  there is a copy, and tensors of the original were damaged: the copy has a note of each"""
 
 
@@ -26,7 +27,7 @@ Exit status:
     type=click.Choice([*CODECS, "none"]),
     default="none",
     show_default=True,
-    help="How each tensor is compressed, without loss; the HDF5 store has none.",
+    help="How each tensor is compressed, without loss.",
 )
 def convert_trace(trace: Path, target: Path, store: str, compression: str) -> None:
     """Write TRACE anew as TARGET, in another store or compression. TRACE stays as it is.
@@ -35,12 +36,12 @@ def convert_trace(trace: Path, target: Path, store: str, compression: str) -> No
     """
     try:
         with progress("records") as tell:
-            damaged = convert(trace, target, store, None if compression == "none" else compression, tell)
+            damaged, left_out = convert(trace, target, store, None if compression == "none" else compression, tell)
     except OSError as error:
         raise click.ClickException(f"{target} cannot be written: {error}.") from None
-    click.echo(
-        f"{target} is {trace} in the store {store}, compression {compression}; each tensor was read back", err=True
-    )
+    say(f"{target} is {trace} in the store {store}, compression {compression}; each tensor was read back", err=True)
+    for path in left_out:
+        say(f"{trace / path} is a link, or no file of a trace, and is not in it", err=True)
     if damaged:
-        click.echo(f"{damaged:,} tensors of {trace} were damaged and are not in it; `replay info` has a note", err=True)
+        say(f"{damaged:,} tensors of {trace} were damaged and are not in it; `replay info` has a note", err=True)
         sys.exit(3)

@@ -24,8 +24,9 @@ from hookrec.journal import Journal, timestamp
 from hookrec.metrics import Pulse
 from hookrec.quota import Quota
 from hookrec.watched import Duties, Watched
-from replay.catalog import find_traces, printable
+from replay.catalog import find_traces
 from replay.format import DAEMON_DIRECTORY, DAEMON_LOCK_FILE, TRACE_FILE, parsed, write_whole
+from replay.printable import printable
 
 _PLACES_FILE = "places.json"
 _WALK_SHARE = 20.0  # the folders are walked through in at most this share of the time

@@ -23,6 +23,7 @@ from hookrec.plan import parse_bytes
 from hookrec.quota import Quota
 from hookrec.watched import Duties
 from replay.check import all_rules
+from replay.command_line import Unanswered
 from replay.rulebook import near
 
 
@@ -55,13 +56,13 @@ def daemon(root: Path, **options: Any) -> None:
     """Watch the traces below ROOT: alert, seal what died, keep a quota. Runs until SIGTERM or Ctrl-C.
 
     Alerts go to standard error, to alerts.jsonl in the trace, and on request to a webhook and a command. Ends with 0
-    when it is stopped, and with 1 where it cannot begin: a wrong option, a ROOT that cannot be written, or one that is
+    when it is stopped, and with 2 where it cannot begin: a wrong option, a ROOT that cannot be written, or one that is
     watched already.
     """
     try:
         _daemon(Path(os.path.abspath(root)), **options)
     except HookrecError as error:
-        raise click.ClickException(str(error)) from None
+        raise Unanswered(str(error)) from None
 
 
 def _daemon(

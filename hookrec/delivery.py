@@ -34,7 +34,7 @@ _ATTEMPT_S = 10.0
 _LONGEST_PAUSE_S = 60.0
 
 Send = Callable[[bytes], None]
-"""Sends a JSON document, or raises `NotSent`."""
+"""Sends a JSON document, a line, or raises `NotSent`."""
 
 
 class NotSent(Exception):
@@ -45,8 +45,15 @@ class NotSent(Exception):
         self.for_good = for_good
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Leaves a redirect as the answer: to follow it would be a GET without the document, and look like success."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Return no further request."""
+
+
 def webhook(url: str, timeout_s: float = _ATTEMPT_S) -> Send:
-    """Return a way to send: a POST to an address.
+    """Return a way to send: a POST to an address. A redirect is no success: what was sent would not go along.
 
     Raises:
         DaemonError: it is no address of a web server.
@@ -55,16 +62,20 @@ def webhook(url: str, timeout_s: float = _ATTEMPT_S) -> Send:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise DaemonError(f"--webhook {url!r} is no address; it begins with http:// or https:// and names a server.")
 
+    opener = urllib.request.build_opener(_NoRedirect)
+
     def send(document: bytes) -> None:
         headers = {"Content-Type": "application/json", "User-Agent": "hookrec"}
         request = urllib.request.Request(url, document, headers, method="POST")
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            with opener.open(request, timeout=timeout_s) as answer:
                 answer.read(1)
         except urllib.error.HTTPError as error:
             with error:
                 refused = 400 <= error.code < 500 and error.code not in (408, 425, 429)
-                raise NotSent(f"the webhook answered {error.code} {error.reason}", for_good=refused) from None
+                elsewhere = error.headers.get("Location") if 300 <= error.code < 400 else None
+                hint = f", which sends on to {elsewhere}: give that address" if elsewhere else ""
+                raise NotSent(f"the webhook answered {error.code} {error.reason}{hint}", for_good=refused) from None
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise NotSent(f"the webhook cannot be reached: {getattr(error, 'reason', error)}") from None
 
@@ -161,7 +172,7 @@ class Outbox:
         while (item := self._queue.get()) is not None and not self._stopped.is_set():
             began, trace, alert, message = item
             facts = {**dataclasses.asdict(alert), "message": message, "trace": str(trace), "host": platform.node()}
-            document = json.dumps(facts).encode()
+            document = json.dumps(facts).encode() + b"\n"
             while True:
                 try:
                     self._send(document)

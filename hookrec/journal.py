@@ -9,7 +9,7 @@ import json
 import sys
 from typing import TextIO
 
-from replay.catalog import printable
+from replay.printable import printable
 
 
 def timestamp() -> str:

@@ -17,10 +17,11 @@ from typing import Any
 
 from hookrec.errors import DaemonError
 from replay.alerts import read_alerts
-from replay.catalog import Entry, entry_of, printable
+from replay.catalog import Entry, entry_of
 from replay.documents import read_end
 from replay.errors import ReplayError
 from replay.format import END_FILE
+from replay.printable import printable
 
 MOST = 500
 STATES = ("live", "died", "sealed", "damaged")

@@ -5,8 +5,9 @@ from pathlib import Path
 import click
 
 import replay
-from replay.catalog import printable
+from replay.command_line import say
 from replay.format import PINNED_FILE
+from replay.printable import printable
 
 
 @click.command()
@@ -14,14 +15,14 @@ from replay.format import PINNED_FILE
 def pin(trace: Path) -> None:
     """Keep the tensors of a trace, whatever the quota of a daemon. May be repeated.
 
-    Ends with 1 where there is no trace, or it cannot be written to.
+    Ends with 1 where it cannot be written to, and with 2 where there is no trace.
     """
     with replay.open(trace):
         try:
             (trace / PINNED_FILE).touch()
         except OSError as error:
             raise click.ClickException(f"{printable(trace)} cannot be pinned: {error.strerror}.") from None
-    click.echo(f"{printable(trace)} is pinned: no quota drops its tensors", err=True)
+    say(f"{printable(trace)} is pinned: no quota drops its tensors", err=True)
 
 
 @click.command()
@@ -29,11 +30,11 @@ def pin(trace: Path) -> None:
 def unpin(trace: Path) -> None:
     """Let the quota of a daemon drop the tensors of a trace. May be repeated.
 
-    Ends with 1 where there is no trace, or it cannot be written to.
+    Ends with 1 where it cannot be written to, and with 2 where there is no trace.
     """
     with replay.open(trace):
         try:
             (trace / PINNED_FILE).unlink(missing_ok=True)
         except OSError as error:
             raise click.ClickException(f"{printable(trace)} cannot be unpinned: {error.strerror}.") from None
-    click.echo(f"{printable(trace)} is not pinned", err=True)
+    say(f"{printable(trace)} is not pinned", err=True)

@@ -47,6 +47,7 @@ class Recording:
         plan: what is recorded.
         clock: what ends a step.
         writer: where it goes.
+        first_step: the number of the first step.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Recording:
         plan: Plan,
         clock: str | Optimizer,
         writer: WriterProcess,
+        first_step: int = 0,
     ) -> None:
-        self.step_number = 0
+        self.first_step = self.step_number = first_step
         self.active = True
         self._failed = False
         self._plan = plan
@@ -124,17 +126,17 @@ class Recording:
     def note(self, layer: str | None, note: str, **more: Any) -> None:
         """Take the reason why something of a layer is not recorded; the same reason once."""
         if (layer, note) not in self._noted:
-            self._noted.add((layer, note))
             with self._capture.lock:
                 self._ring.facts.setdefault("notes", []).append(
                     {"step": self.step_number, "layer": layer, "note": note, **more}
                 )
+            self._noted.add((layer, note))
 
     def fault(self, error: Exception) -> None:
         """End the recording because of an error of ours."""
         if self.active:
             if self._ring.control.failed:
-                why = "The trace can no longer be written; the disk may be full. What was committed before is there."
+                why = f"The writer has given up: {self._writer.last_words()}. What was committed before is there."
             else:
                 why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 if not isinstance(error, WriterGone) and not self._writer.is_alive():
@@ -229,6 +231,7 @@ class Recording:
         # Under the lock, since another thread may detach: no hook must be put on after that has taken them off.
         with self._capture.lock:
             if self.active:
+                ended = self.step_number
                 try:
                     self._end_step()
                     self.answer_requests()
@@ -236,6 +239,15 @@ class Recording:
                         self._begin_step()
                 except Exception as error:
                     self.fault(error)
+                except BaseException:
+                    self._guard.call(self._end_interrupted, ended)
+                    raise
+
+    def _end_interrupted(self, ended: int) -> None:
+        """Make an end of a step at whose end Ctrl-C came, or the next would have its number and its forward passes."""
+        if self.step_number == ended:
+            self._close_step()
+        self._begin_step()
 
     def change(self, changes: Mapping[str, Any]) -> str:
         """Record by another plan from the next step on; see `Recorder.change`. Called between two steps."""
@@ -280,7 +292,7 @@ class Recording:
         return {
             "step": self.step_number,
             "step_s": round(now - self._began, 3),
-            "steps_per_s": round(self.step_number / max(now - self._since, 1e-9), 3),
+            "steps_per_s": round((self.step_number - self.first_step) / max(now - self._since, 1e-9), 3),
             "tensors_stopped": stopped,
             "plan": self._plan.as_json(),
         }
@@ -327,11 +339,14 @@ class Recording:
             self._guard.call(self._parameters.end_step)
             self._look_for_records()
             self._logged = set(self._scalars)
-            if self._capture.records or self._scalars or self._ring.facts or self._signals:
-                self._send_step()
-            self.step_number += 1
-            self._between = True
+            self._close_step()
         self._look_at_writer()
+
+    def _close_step(self) -> None:
+        if self._capture.records or self._scalars or self._ring.facts or self._signals:
+            self._send_step()
+        self.step_number += 1
+        self._between = True
 
     def _look_for_records(self) -> None:
         """Warn once of a step that should have records and has none."""
@@ -354,7 +369,7 @@ class Recording:
             self.trigger("signal", self._signals.pop(0))
         if self._plan.flight is not None:
             self._look_at_room(self._plan.flight)
-        scalars, self._scalars = self._scalars, {}
+        scalars = self._scalars
         if self._capture.records:
             now = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
             hook_s, capture_s, wait_s = (after - before for after, before in zip(now, self._before, strict=True))
@@ -365,8 +380,10 @@ class Recording:
             for name, seconds in cost.items():
                 self._books[name] += seconds
             self._books["recorded_steps"] += 1
-        if scalars:
+        lines = self._ring.facts.get("scalars")
+        if scalars and not (lines and lines[-1]["values"] is scalars):  # it is there if Ctrl-C came behind it
             self._add_scalars(self.step_number, scalars)
+        self._scalars = {}
         self._ring.facts["commit"] = self.step_number
         if self._capture.ring_was_full:
             self._ring.facts["drop_tensors"] = True
@@ -407,7 +424,7 @@ class Recording:
         with self._capture.lock:
             if not self.active:
                 return
-            if how == "detached" and not self.step_number and self._clock.strangers:
+            if how == "detached" and self.step_number == self.first_step and self._clock.strangers:
                 warn(
                     "no step has ended: the optimizers that stepped hold no parameter of the model. Is another object "
                     "trained, such as a copy of it? Pass clock='forward' or clock='manual' if that is meant."

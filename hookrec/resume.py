@@ -2,10 +2,14 @@
 
 A commit and its acknowledgement are two writes, and a writer may be killed between them. So the training may send again
 what was committed. To recognise it no mark is needed: each row that was sent is one row of the log, in the same order,
-so to count both is enough; and the same holds for the lines of `scalars.jsonl`. Streams and notes are never sent twice
-but for this reason, so they are known by what they say.
+so to count both is enough; and the same holds for the lines of `scalars.jsonl`, and for those of `notes.jsonl` that
+are of a step: the others are the writer's own. Streams are announced with their numbers, which are those of the lines
+of `streams.jsonl`. What they say does not tell them apart, since all begin anew when tensors are asked for later.
 
 The tensors of what is sent again lie in the ring, unless that was too small to keep the step until its commit.
+
+A training that was started again (`attempt`) finds what its earlier attempts have left in the same way, and sends none
+of it again.
 """
 
 import json
@@ -19,47 +23,64 @@ from numpy.typing import NDArray
 
 from hookrec.ring import KEPT, LOST
 from replay import format as trace_format
-from replay.format import Stream, whole_lines
+from replay.dropping import read_dropped
+from replay.format import whole_lines
 from replay.log import Log
 from replay.seal import read_streams
 
+SHARED_FILES = (
+    trace_format.STREAMS_FILE,
+    trace_format.SCALARS_FILE,
+    trace_format.NOTES_FILE,
+    trace_format.TRIGGERS_FILE,
+)
+"""The files to which each writer of a rank appends lines."""
+
 Message = tuple[int, NDArray[Any], dict[str, Any]]
 """Position in the ring after it, rows, facts."""
-
-StreamKey = tuple[str, str, str, str, tuple[int, ...]]
 
 
 class Predecessor:
     """What the writer before has left. Made before the log is opened for writing.
 
     Args:
-        directory: the rank's directory; torn last lines are cut off its files.
-        acknowledged: how many rows and lines of scalars the training knows to be committed.
+        directory: the rank's directory. Nothing is changed in it.
+        acknowledged: how many rows, lines of scalars and notes the training knows to be committed; None for whatever
+            is there.
         released: position up to which the ring was given back.
+        attempt: the attempt of the training whose work is continued.
 
     Attributes:
         streams: the streams in the table.
         rows: of each of them, how many rows are committed.
-        nbytes: bytes of the tensors that are committed.
-        steps: steps that are committed, sorted.
+        rows_committed: how many that is in the log.
+        lines: how many lines of scalars and notes are there.
+        nbytes: bytes of the tensors that are committed and were not dropped.
+        steps: steps that this attempt has committed, sorted.
+        last_step: the last of all that counts; -1 if there is none.
+        closed: places of which tensors were dropped, from their first on; nothing is appended there.
     """
 
-    def __init__(self, directory: Path, acknowledged: dict[str, int], released: int) -> None:
-        for name in (trace_format.STREAMS_FILE, trace_format.SCALARS_FILE, trace_format.NOTES_FILE):
-            _cut_torn_line(directory / name)
+    def __init__(self, directory: Path, acknowledged: dict[str, int] | None, released: int, attempt: int = 0) -> None:
         self.streams = read_streams(directory)
-        self._known = {key_of(stream) for stream in self.streams}
-        log = Log(directory).refresh().table(["step", "stream", "row", "nbytes"])
-        self.steps: list[int] = np.unique(log["step"].to_numpy()).tolist()
-        self.nbytes = int(log["nbytes"].to_numpy().sum())
+        whole = Log(directory, superseded=True).refresh()
+        log = whole.table(["step", "stream", "row", "nbytes", "attempt"])
+        steps, attempts = log["step"].to_numpy(), log["attempt"].to_numpy()
+        self.steps: list[int] = np.unique(steps[attempts == attempt]).tolist()
+        self.last_step = int(steps[whole.attempts.mask(attempts, steps)].max(initial=-1))
+        dropped = read_dropped(directory)
+        self.closed = frozenset(stream.location for stream in self.streams if dropped.rows.get(stream.id))
+        self.nbytes = int(log["nbytes"].to_numpy().sum()) - dropped.nbytes
         rows = np.full(len(self.streams), -1, np.int64)
         np.maximum.at(rows, log["stream"].to_numpy(), log["row"].to_numpy())
         self.rows: list[int] = (rows + 1).tolist()
         scalars = whole_lines(directory / trace_format.SCALARS_FILE)[0]
         notes = map(json.loads, whole_lines(directory / trace_format.NOTES_FILE)[0])
-        self._notes = {(note["layer"], note["note"]) for note in notes}
-        self._rows_again = len(log) - acknowledged["rows"]
-        self._scalars_again = len(scalars) - acknowledged["scalars"]
+        self.rows_committed = len(log)
+        self.lines = {"scalars": len(scalars), "notes": sum(note["step"] is not None for note in notes)}
+        known = {"rows": self.rows_committed, **self.lines} if acknowledged is None else acknowledged
+        self._rows_again = self.rows_committed - known["rows"]
+        self._again = {name: count - known[name] for name, count in self.lines.items()}
         self._released = released
 
     def only_new(self, messages: Sequence[Message]) -> list[Message]:
@@ -79,22 +100,15 @@ class Predecessor:
     def _new_facts(self, facts: dict[str, Any]) -> dict[str, Any]:
         facts = dict(facts)
         if "streams" in facts:
-            facts["streams"] = [found for found in facts["streams"] if key_of(found) not in self._known]
-        if "notes" in facts:
-            facts["notes"] = [note for note in facts["notes"] if (note["layer"], note["note"]) not in self._notes]
-        if "scalars" in facts:
-            again = min(self._scalars_again, len(facts["scalars"]))
-            self._scalars_again -= again
-            facts["scalars"] = facts["scalars"][again:]
+            facts["streams"] = [found for found in facts["streams"] if found["id"] >= len(self.streams)]
+        for name in self._again.keys() & facts.keys():
+            again = min(self._again[name], len(facts[name]))
+            self._again[name] -= again
+            facts[name] = facts[name][again:]
         return facts
 
 
-def key_of(stream: Stream | dict[str, Any]) -> StreamKey:
-    """Return what tells a stream from the others."""
-    found = vars(stream) if isinstance(stream, Stream) else stream
-    return found["layer"], found["kind"], found["path"], found["dtype"], tuple(found["shape"])
-
-
-def _cut_torn_line(path: Path) -> None:
+def cut_torn_line(path: Path) -> None:
+    """Cut off a last line that was not written to its end."""
     if path.exists():
         os.truncate(path, whole_lines(path)[1])

@@ -26,8 +26,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 PAGE = 4096
@@ -48,6 +48,9 @@ KEPT, NOT_ASKED, RING_FULL, LARGER_THAN_RING, LIMIT, STORE_FAILED, NOT_STORABLE,
 
 _ROWS_A_PART = 4096
 _POLL_S = 0.0002
+
+# Without MSG_NOSIGNAL a script that has set SIGPIPE to its default would be killed by our writer's death.
+_SEND_FLAGS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 
 class WriterGone(Exception):
@@ -105,19 +108,47 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A message that was sent, and how much was with it since the beginning: rows, and lines of scalars."""
+    """A message that was sent, and how much was with it since the beginning.
 
-    number: int
-    rows: int
-    scalars: int
-    data: bytes
+    Attributes:
+        number: its number, from 1.
+        rows: how many rows.
+        streams: how many streams were announced.
+        scalars: how many lines of scalars.
+        notes: how many notes.
+        plan: the plan as it was changed last; None if it never was.
+        data: the message.
+    """
+
+    number: int = 0
+    rows: int = 0
+    streams: int = 0
+    scalars: int = 0
+    notes: int = 0
+    plan: dict[str, Any] | None = None
+    data: bytes = b""
+
+
+@dataclass(slots=True)
+class Part:
+    """What is filled at present, and the message before it.
+
+    Ctrl-C may come between any two lines of ours. So a part is sent by one assignment, of the part after it: before,
+    nothing was sent, and after it nothing is left to be sent.
+    """
+
+    after: Sent
+    count: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Ring:
     """The training's end of the way.
 
     Owned by the recorder, which uses it under its lock. `rows` holds the rows of the part that is being filled; whoever
-    records a tensor writes its row there, number `count`, and raises `count`.
+    records a tensor writes its row there, number `part.count`, and raises that. `streams` has all that there ever were,
+    by any key, with their announcements in the order of their numbers; a part announces those that the parts before it
+    have not. `earlier_streams` are those of earlier attempts, which come first and are announced to nobody.
 
     Args:
         ring_bytes: size of the memory.
@@ -138,12 +169,12 @@ class Ring:
         self._succeed = succeed
         # The last message that the writer has acknowledged, and those after it. All counts are taken from here, so
         # that an interrupt from the keyboard cannot come between two that belong together.
-        self._messages = deque([Sent(0, 0, 0, b"")])
-        self._transmitted = 0  # number of the last message that the socket has taken whole
-        self._transmitted_bytes = 0  # of the one after it
+        self._messages = deque([Sent()])
+        self._under_way: tuple[int, list[int]] = (1, [])  # the next message, and the bytes the socket took of it
         self.rows = bytearray(_ROWS_A_PART * ROW_BYTES)
-        self._rows = 0  # that were written since the beginning
-        self._facts: dict[int, dict[str, Any]] = {}  # by the number of the message that they go with
+        self.part = Part(self._messages[0])
+        self.streams: dict[Any, dict[str, Any]] = {}
+        self.earlier_streams: list[dict[str, Any]] = []
         self.wait_s = 0.0
         self.high_water_bytes = 0
         self.step_bytes = 0
@@ -151,23 +182,6 @@ class Ring:
         self._floor = 0  # what lies below was passed over while the ring was empty
         self._sent = 0
         self._part_bytes = max(self.size // 16, MINIMUM_BYTES // 4)
-
-    # What belongs to the part that is being filled is told by the last message, so that to append one begins the next
-    # part: an interrupt must not come between, or a part would be sent twice, or its facts not at all.
-
-    @property
-    def count(self) -> int:
-        """How many rows the part has that is being filled."""
-        return self._rows - self._messages[-1].rows
-
-    @count.setter
-    def count(self, count: int) -> None:
-        self._rows = self._messages[-1].rows + count
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What is said with the part that is being filled."""
-        return self._facts.setdefault(self._messages[-1].number + 1, {})
 
     def _connect(self) -> None:
         self._socket, self.writer_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -178,8 +192,25 @@ class Ring:
         """Make a new socket for a new writer."""
         self._socket.close()
         self.writer_socket.close()
+        self._under_way = (self.acknowledged().number + 1, [])
         self._connect()
-        self._transmitted, self._transmitted_bytes = self.acknowledged().number, 0
+
+    def go_on(self, there: Mapping[str, Any]) -> None:
+        """Go on where earlier attempts of the training have ended, before anything is recorded.
+
+        Args:
+            there: how many `rows`, lines of `scalars` and `notes` are there; `streams`, in order, with None for such
+                as take no more.
+        """
+        streams = there["streams"]
+        self.earlier_streams = [{"id": number} if found is None else found for number, found in enumerate(streams)]
+        self._messages = deque([Sent(0, there["rows"], len(streams), there["scalars"], there["notes"])])
+        self.part = Part(self._messages[0])
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the part that is being filled says besides its rows."""
+        return self.part.facts
 
     def receive_line(self, timeout_s: float) -> str:
         """Return the line that the writer sends once it is ready, or has failed to be; "" if it died."""
@@ -205,7 +236,7 @@ class Ring:
         """
         align = PAGE if nbytes >= DIRECT_BYTES or nbytes % PAGE == 0 else 64
         padded = -(-nbytes // align) * align
-        if self._head - self._sent > self._part_bytes or self.count >= _ROWS_A_PART:
+        if self._head - self._sent > self._part_bytes or self.part.count >= _ROWS_A_PART:
             self.send()
         if (position := self._fit(padded, align)) is None:
             # The writer cannot give back what it was not told of, and keeps what is not committed as long as it may.
@@ -243,9 +274,9 @@ class Ring:
 
     def reserve_row(self) -> int:
         """Return the number of the row that is written next."""
-        if self.count >= _ROWS_A_PART:
+        if self.part.count >= _ROWS_A_PART:
             self.send()
-        return self.count
+        return self.part.count
 
     def send(self) -> None:
         """Send the part that was filled, and with it the `facts`.
@@ -253,21 +284,32 @@ class Ring:
         Raises:
             WriterGone: the writer died.
         """
-        text = json.dumps(self.facts).encode() if self.facts else b""
-        head = MESSAGE.pack(self._head, self.count, len(text))
-        data = b"".join((head, memoryview(self.rows)[: self.count * ROW_BYTES], text))
-        last = self._messages[-1]
-        scalars = last.scalars + len(self.facts.get("scalars", ()))
         self.acknowledged()
+        part, last = self.part, self.part.after
+        facts = part.facts
+        if len(self.streams) > last.streams:
+            facts = {**facts, "streams": list(self.streams.values())[last.streams :]}
+        text = json.dumps(facts).encode() if facts else b""
+        head = MESSAGE.pack(self._head, part.count, len(text))
+        sent = Sent(
+            number=last.number + 1,
+            rows=last.rows + part.count,
+            streams=len(self.streams),
+            scalars=last.scalars + len(facts.get("scalars", ())),
+            notes=last.notes + len(facts.get("notes", ())),
+            plan=facts.get("plan", last.plan),
+            data=b"".join((head, memoryview(self.rows)[: part.count * ROW_BYTES], text)),
+        )
         self._sent = self._head
-        self._messages.append(Sent(last.number + 1, last.rows + self.count, scalars, data))
-        self._facts.pop(last.number + 1, None)
+        self.part = Part(sent)
         if not self._transmit():
             self.replace_writer()
 
     def acknowledged(self) -> Sent:
         """Forget what the writer has committed; return the last message of it."""
         messages, committed = self._messages, self.control.committed
+        if self.part.after.number > messages[-1].number:
+            messages.append(self.part.after)
         while len(messages) > 1 and messages[1].number <= committed:
             messages.popleft()
         return messages[0]
@@ -275,16 +317,18 @@ class Ring:
     def _transmit(self) -> bool:
         """Put whatever was not sent into the socket; return whether the writer is there."""
         begin = time.perf_counter()
-        while self._transmitted < self._messages[-1].number:
-            message = self._messages[self._transmitted + 1 - self._messages[0].number].data
-            if self._transmitted_bytes == len(message):
-                self._transmitted, self._transmitted_bytes = self._transmitted + 1, 0
+        self.acknowledged()
+        while True:
+            number, taken = self._under_way
+            if number > self._messages[-1].number:
+                return True
+            message = memoryview(self._messages[number - self._messages[0].number].data)[sum(taken) :]
+            if not message:
+                self._under_way = (number + 1, [])
                 continue
             try:
-                # Without MSG_NOSIGNAL a script that has set SIGPIPE to its default would be killed by our writer's
-                # death.
-                rest = memoryview(message)[self._transmitted_bytes :]
-                self._transmitted_bytes += self._socket.send(rest, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+                # What the socket takes is noted inside of one call, since Ctrl-C may come when a call returns.
+                taken.extend(map(self._socket.send, (message,), (_SEND_FLAGS,)))
             except BlockingIOError:
                 if not self._is_served(begin):
                     return False
@@ -295,7 +339,6 @@ class Ring:
                 self.wait_s += time.perf_counter() - waiting
             except OSError:
                 return False
-        return True
 
     def _is_served(self, since: float) -> bool:
         """Whether there is a writer that does its work; to ask the system is left out in the first moments."""

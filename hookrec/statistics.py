@@ -1,9 +1,10 @@
 """What is counted of a tensor, in which precision.
 
 Eleven numbers describe a record: how many elements there are, how many of them are NaN, +inf, -inf and zero, and of the
-finite ones the extremes, mean, population standard deviation and l2 norm. Sums run in float64 about a shift, so a small
+finite ones the extremes, mean, population standard deviation and l2 norm, NaN where none is finite: a norm of 0 would
+read as a dead layer. Sums run in float64 about a shift, so a small
 spread about a large mean is not lost, and squares of half-precision values do not overflow. Integers go through
-float64, and are exact up to 2^53.
+float64: their extremes are exact up to 2^53, and rounded to it beyond.
 
 There are two ways to the same numbers. For tensors on the CPU the native kernel makes them in one pass
 (`native/capture.c`); `describe` has plain torch operations for every other device and dtype, and for an installation
@@ -92,7 +93,7 @@ def _describe_by_torch(values: Tensor) -> bytes:
     """Compute on the tensor's device in float64; one copy to the host at the end."""
     numel = values.numel()
     if numel == 0:
-        return STATISTICS.pack(0, 0, 0, 0, 0, *[math.nan] * 5, 0.0)
+        return STATISTICS.pack(0, 0, 0, 0, 0, *[math.nan] * 6)
     if values.device.type == "mps":
         values = values.cpu()  # it has no float64
     complex_parts = values.is_complex()
@@ -121,7 +122,7 @@ def _describe_by_torch(values: Tensor) -> bytes:
     host = torch.stack([number.to(torch.float64) for number in (*numbers, *measures)]).tolist()
     counts, found = [int(number) for number in host[:4]], host[5:]
     if host[4] == 0:
-        found = [*[math.nan] * 5, 0.0]
+        found = [math.nan] * 6
     elif complex_parts:
         found = [math.nan, math.nan, found[2], math.nan, math.nan, found[5]]
     return STATISTICS.pack(numel, *counts, *found)

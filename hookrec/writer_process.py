@@ -19,7 +19,10 @@ from hookrec.errors import AttachError, warn
 from hookrec.ring import Ring, WriterGone
 
 _START_S = 120.0
+_END_S = 2.0
 _END_FILE = "end.json"
+_WORDS_BYTES = 1 << 20
+_NO_WORDS = "it ended without a word"
 
 
 class WriterProcess:
@@ -29,6 +32,9 @@ class WriterProcess:
         config: what the writer is told; see `writer.main`.
         ring_bytes: size of the shared memory.
         restarts: how many times another is started when it dies.
+
+    Attributes:
+        first_step: the step that the recording begins with.
 
     Raises:
         AttachError: it could not begin.
@@ -42,7 +48,11 @@ class WriterProcess:
         self._pid = os.getpid()
         try:
             self._process = self._start()
-            self._greet(config)
+            answer = self._greet(config)
+            if "attempt" in answer:
+                self._config = {**config, "attempt": answer["attempt"]}
+                self.ring.go_on(answer)
+            self.first_step: int = answer.get("attempt", {}).get("first_step", 0)
         except BaseException:
             self.ring.close()
             self._words.close()
@@ -50,6 +60,7 @@ class WriterProcess:
 
     def _start(self) -> "subprocess.Popen[bytes]":
         fds = (self.ring.fd, self.ring.writer_socket.fileno())
+        self._words_begin = os.fstat(self._words.fileno()).st_size
         start = Path(__file__).with_name("start_writer.py")
         return subprocess.Popen(
             [sys.executable, "-P", str(start), *map(str, fds)],
@@ -60,24 +71,30 @@ class WriterProcess:
             start_new_session=True,  # Ctrl-C in the terminal is meant for the training
         )
 
-    def _greet(self, config: dict[str, Any]) -> None:
+    def _greet(self, config: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(json.dumps(config).encode())
         self.ring.writer_socket.close()
+        answer: dict[str, Any] = {}
         try:
-            answer = self.ring.receive_line(_START_S)
-            error = json.loads(answer).get("error") if answer else self.last_words()
+            line = self.ring.receive_line(_START_S)
+            answer = json.loads(line) if line else {"error": self.last_words()}
         except (OSError, ValueError) as failure:
-            error = str(failure)
+            answer = {"error": str(failure)}
         except BaseException:
             self._process.kill()
             self._process.wait()
             raise
-        if error is not None:
+        if "error" in answer or "refused" in answer:
             self._process.kill()
             self._process.wait()
-            raise AttachError(f"The writer process could not begin to record to {config['directory']}: {error}")
+            if "refused" in answer:
+                raise AttachError(f"{config['directory']} cannot be resumed: {answer['refused']}.")
+            raise AttachError(
+                f"The writer process could not begin to record to {config['directory']}: {answer['error']}"
+            )
+        return answer
 
     def _succeed(self) -> None:
         """Start another writer in the place of one that is gone.
@@ -85,10 +102,7 @@ class WriterProcess:
         Raises:
             WriterGone: there is to be no other, or it could not begin.
         """
-        if self._process.poll() is None:
-            self._process.kill()  # it has closed its socket, so it is of no use
-        status = self._process.wait()
-        how = f"killed by {signal.Signals(-status).name}" if status < 0 else self.last_words()
+        how = self._how_it_ended()
         if not self._restarts:
             raise WriterGone(f"the writer process is gone: {how}")
         self._restarts -= 1
@@ -97,11 +111,31 @@ class WriterProcess:
         self._process = self._start()
         try:
             self._greet(
-                self._config | {"trace": None, "resume": {"rows": done.rows, "scalars": done.scalars, "why": how}}
+                {
+                    **self._config,
+                    "plan": done.plan or self._config["plan"],  # later changes of it are sent again
+                    "trace": None,
+                    "resume": {"rows": done.rows, "scalars": done.scalars, "notes": done.notes, "why": how},
+                }
             )
         except AttachError as error:
             raise WriterGone(f"the writer process is gone ({how}), and another could not go on: {error}") from None
         warn(f"the writer process is gone ({how}); another goes on in the same trace.")
+
+    def _how_it_ended(self) -> str:
+        """Wait for the end of a process that has closed its socket, and say how it came."""
+        try:
+            # One that fails closes its socket before it is gone, and has its own words on that.
+            status = self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return f"it closed its socket and had not ended {_END_S:g} s later"
+        words = self.last_words()
+        if status >= 0:
+            return words
+        how = f"killed by {signal.Signals(-status).name}"
+        return how if words == _NO_WORDS else f"{how}, after it said: {words}"
 
     def is_alive(self) -> bool:
         """Whether the process runs."""
@@ -109,9 +143,10 @@ class WriterProcess:
 
     def last_words(self) -> str:
         """Return the last line that the process wrote to its standard error."""
-        self._words.seek(0)
-        lines = self._words.read().decode("utf-8", "replace").strip().splitlines()
-        return lines[-1] if lines else "it ended without a word"
+        # Not by `seek`, which would move the place where the process writes.
+        words = os.pread(self._words.fileno(), _WORDS_BYTES, self._words_begin)
+        lines = words.decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else _NO_WORDS
 
     def wait(self) -> int:
         """Say goodbye, wait until the writer has sealed the trace, and return its exit status."""

@@ -18,6 +18,9 @@ from typing import Any
 from replay.errors import TraceDamaged
 from replay.format import ALERTS_FILE, SENT_FILE, parsed, whole_lines
 
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+"""A link in a trace of a stranger must not lead a daemon to a file of its owner, which would be cut and added to."""
+
 _LONGEST = 4000  # characters of a text: the one line must stay readable, and go through a webhook
 
 
@@ -123,7 +126,7 @@ class AlertFile:
         new = {alert.id: _shortened(alert) for alert in alerts if alert.id not in self._known}
         if not new:
             return []
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(self._path, _FLAGS, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             end = self._look(fd)
@@ -166,7 +169,7 @@ class AlertFile:
         Raises:
             OSError: it could not be written.
         """
-        fd = os.open(self._sent_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(self._sent_path, _FLAGS, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
             size = os.fstat(fd).st_size

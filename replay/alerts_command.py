@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 
 from replay.alerts import read_alerts
-from replay.catalog import printable
-from replay.command_line import json_option, print_rows, trace_argument
+from replay.command_line import json_option, print_rows, say, trace_argument
 from replay.documents import read_identity
 from replay.format import DAEMON_DIRECTORY, DAEMON_LOCK_FILE
+from replay.printable import printable
 from replay.seal import is_locked
 
 _COLUMNS = ("time", "severity", "rule", "rank", "layer", "kind", "first_step", "message")
@@ -22,7 +22,7 @@ _COLUMNS = ("time", "severity", "rule", "rank", "layer", "kind", "first_step", "
 def alerts(trace: Path, as_json: bool) -> None:
     """Print the alerts of a trace, as `hookrec daemon` found them.
 
-    Ends with 0, also where there is none, and with 1 where the trace cannot be read.
+    Ends with 0, also where there is none, and with 2 where the trace cannot be read.
     """
     read_identity(trace)
     found = read_alerts(trace)
@@ -31,7 +31,7 @@ def alerts(trace: Path, as_json: bool) -> None:
     elif found:
         print_rows([{name: _cell(getattr(alert, name)) for name in _COLUMNS} for alert in found], as_json)
     else:
-        click.echo(f"{printable(trace)} has no alert, and {_watched(trace)}", err=True)
+        say(f"{printable(trace)} has no alert, and {_watched(trace)}", err=True)
 
 
 def _watched(trace: Path) -> str:
@@ -44,6 +44,4 @@ def _watched(trace: Path) -> str:
 
 
 def _cell(value: object) -> object:
-    if value is None:
-        return "-"
-    return printable(value) if isinstance(value, str) else value
+    return "-" if value is None else value

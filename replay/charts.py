@@ -12,9 +12,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.catalog import printable
 from replay.errors import BadQuery, NotRecorded
 from replay.filters import Names
+from replay.printable import printable
 from replay.series import Bools, Floats
 from replay.timelines import LOGARITHMIC, Timeline, gridded, timelines
 from replay.trace import Trace
@@ -149,7 +149,7 @@ def statistic(
             notes["Names are shortened; `replay ls` prints them whole."] = None
         first = [f"  × {line.steps[line.broken][0]}" if line.broken.any() else "" for line in shown]
         rows = [name + mark for name, mark in zip(shortened(whole), first, strict=True)]
-        panels.append(Panel(kind, values, broken, rows, columns.tolist(), whole))
+        panels.append(Panel(printable(kind), values, broken, rows, columns.tolist(), whole))
     title = f"{stat} over the steps, {printable(trace.path.name)}"
     return Chart(form, title, stat, ("step", "layer"), stat in LOGARITHMIC, tuple(panels), tuple(notes))
 
@@ -224,7 +224,8 @@ def histogram(trace: Trace, layer: str, kind: str, *, call: int = 0, path: str =
     """
     key: dict[str, Any] = {"call": call, "path": path, "rank": rank}
     wanted = {**key, "layer": layer, "kind": kind}
-    records = trace.records(layer, kind).select([*wanted, "step", "kept"]).to_pylist()
+    there_is = layer in trace.layers and kind in trace.kinds
+    records = trace.records(layer, kind).select([*wanted, "step", "kept"]).to_pylist() if there_is else []
     there = [row["step"] for row in records if all(row[name] == value for name, value in wanted.items())]
     steps = [row["step"] for row in records if row["kept"] and all(row[name] == wanted[name] for name in wanted)]
     if not steps:
@@ -255,7 +256,7 @@ def histogram(trace: Trace, layer: str, kind: str, *, call: int = 0, path: str =
         values = np.vstack([np.full(len(steps), np.nan), values])
         marks = np.vstack([broken, marks])
         rows = [_BROKEN_ROW, *rows]
-    title = f"{kind} of {title_name(layer)}, {printable(trace.path.name)}"
+    title = f"{printable(kind)} of {title_name(layer)}, {printable(trace.path.name)}"
     panel = Panel("", values, marks, rows, steps)
     return Chart("grid", title, "share of elements", ("step", "value"), True, (panel,), tuple(notes))
 
@@ -327,7 +328,7 @@ def images(
         rows, columns = (range(0, n, by) for n, by in zip(image.shape, (height, width), strict=True))
         panels.append(Panel(str(number) if len(stack) > 1 else "", values, broken, list(map(str, rows)), columns))
     shown = "×".join(map(str, shape)) or "scalar"
-    title = f"{kind} of {title_name(layer)} at step {step}, {shown}, {printable(trace.path.name)}"
+    title = f"{printable(kind)} of {title_name(layer)} at step {step}, {shown}, {printable(trace.path.name)}"
     return Chart("tiles", title, "value", ("", ""), False, tuple(panels), tuple(notes))
 
 

@@ -11,8 +11,8 @@ import click
 
 import replay
 from replay.check import Finding, Report, all_rules, choose, examine
-from replay.command_line import json_option, print_json, trace_argument
-from replay.errors import ReplayError
+from replay.command_line import attempt_option, json_option, print_json, say, trace_argument
+from replay.printable import printable
 from replay.rulebook import SEVERITIES, rules_of_file
 
 _EXAMPLES = """\b
@@ -31,12 +31,6 @@ Exit status:
 
 A file of rules is run with all your rights: only give one that you trust. docs/check.md lists the rules, and says how
 to write one."""
-
-
-class _Unusable(click.ClickException):
-    """A question without an answer, which is not to be taken for a finding."""
-
-    exit_code = 2
 
 
 @click.command(epilog=_EXAMPLES)
@@ -59,6 +53,7 @@ class _Unusable(click.ClickException):
 @click.option("--only", multiple=True, metavar="RULE", help="Run this rule; may be repeated.")
 @click.option("--skip", multiple=True, metavar="RULE", help="Do not run this rule; may be repeated.")
 @click.option("--since", type=click.IntRange(0, 2**62), help="Only what was so at this step or later.")
+@attempt_option
 @click.option(
     "--fail-on",
     type=click.Choice([*SEVERITIES, "never"]),
@@ -75,17 +70,15 @@ def check(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     since: int | None,
+    attempt: int | None,
     fail_on: str,
     verbose: bool,
     as_json: bool,
 ) -> None:
     """Find what is wrong with a training, the most probable cause first."""
-    try:
-        rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
-        opened = replay.open(trace)
-        report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
-    except ReplayError as error:
-        raise _Unusable(str(error)) from None
+    rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
+    opened = replay.open(trace, attempt)
+    report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
     if as_json:
         print_json(dataclasses.asdict(report))
     else:
@@ -114,20 +107,20 @@ def _print(report: Report, *, several_ranks: bool, verbose: bool) -> None:
         if finding.last_step != finding.first_step:
             steps = f"steps {finding.first_step} to {finding.last_step}"
         where = f", rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if several_ranks else ""
-        click.secho(f"{finding.severity:8}", nl=False, bold=True, fg="red" if finding.severity == "error" else "yellow")
-        click.echo(f"{finding.rule}, {steps}{where}")
+        say(f"{finding.severity:8}", nl=False, bold=True, fg="red" if finding.severity == "error" else "yellow")
+        say(printable(f"{finding.rule}, {steps}{where}"))
         for text in (finding.message, finding.advice):
-            click.echo(textwrap.fill(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8))
-        click.echo()
+            say(textwrap.fill(printable(text), width, initial_indent=" " * 8, subsequent_indent=" " * 8))
+        say()
     counts = {severity: sum(f.severity == severity for f in report.findings) for severity in SEVERITIES}
     found = ", ".join(f"{number} {name}{'s' if number > 1 else ''}" for name, number in counts.items() if number)
     rest = f"{len(report.quiet)} rules found nothing, {len(report.not_applicable)} do not apply"
     hint = "" if verbose or not report.not_applicable else " (-v says why)"
-    click.echo(f"{found or 'nothing found'}; {rest}{hint}.")
+    say(f"{found or 'nothing found'}; {rest}{hint}.")
     if verbose:
-        click.echo(f"found nothing: {', '.join(report.quiet) or 'none'}")
+        say(f"found nothing: {', '.join(report.quiet) or 'none'}")
         for name, reason in report.not_applicable.items():
-            click.echo(f"does not apply: {name}: {reason}")
+            say(printable(f"does not apply: {name}: {reason}"))
 
 
 def _joined(findings: Iterable[Finding]) -> list[tuple[list[int], Finding]]:

@@ -8,7 +8,9 @@ import click
 
 import replay
 from replay.command_line import (
+    EXIT,
     Commands,
+    attempt_option,
     cell_text,
     filter_options,
     json_option,
@@ -16,10 +18,13 @@ from replay.command_line import (
     on_terminal,
     print_json,
     print_rows,
+    say,
     say_if_empty,
     step_option,
     trace_argument,
 )
+from replay.history import in_words
+from replay.printable import printable
 
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
 _CURVE = 16
@@ -27,12 +32,11 @@ _CURVE = 16
 
 _FEW_SHAPES = 3
 
-_OF_OTHER_FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".npy", ".npz", ".arrow", ".feather", ".h5", ".zarr", ".xlsx")
-
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
     "diff": "replay.diff_command:diff",
+    "export": "replay.export_command:export",
     "list": "replay.list_command:list_traces",
     "plot": "replay.plot_command:plot",
     "sql": "replay.asking:sql",
@@ -42,7 +46,7 @@ _ELSEWHERE = {
 }
 
 
-@click.group(cls=Commands, elsewhere=_ELSEWHERE)
+@click.group(cls=Commands, elsewhere=_ELSEWHERE, epilog=EXIT)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
@@ -50,10 +54,11 @@ def main() -> None:
 
 @main.command()
 @trace_argument
+@attempt_option
 @json_option
-def info(trace: Path, as_json: bool) -> None:
+def info(trace: Path, attempt: int | None, as_json: bool) -> None:
     """Say what is in a trace, how it ended, what never fired and what recording cost."""
-    facts = _facts(replay.open(trace))
+    facts = _facts(replay.open(trace, attempt))
     if as_json:
         print_json(facts)
         return
@@ -63,10 +68,10 @@ def info(trace: Path, as_json: bool) -> None:
         if not lines:
             continue
         inline = not isinstance(value, list) or name in ("kinds", "ranks")
-        click.secho(f"{name:13}", bold=True, nl=False)
-        click.echo(", ".join(lines) if inline else lines[0])
+        say(f"{name:13}", bold=True, nl=False)
+        say(", ".join(lines) if inline else lines[0])
         for line in () if inline else lines[1:]:
-            click.echo(f"{'':13}{line}")
+            say(f"{'':13}{line}")
 
 
 def _facts(trace: replay.Trace) -> dict[str, Any]:
@@ -77,6 +82,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "trace": str(trace.path),
         "status": trace.status,
         "ended": [f"rank {rank}: {end['how']}{_reason(end)}, {end['time']}" for rank, end in trace.endings.items()],
+        "attempts": in_words(trace.attempts),
         "steps": f"{len(steps)}, {steps[0]} to {steps[-1]}" if steps else "none is committed",
         "layers": len(trace.layers),
         "kinds": trace.kinds,
@@ -132,22 +138,30 @@ def _cost_in_words(cost: dict[str, float]) -> str | None:
 
 def _lines(value: object) -> list[str]:
     if isinstance(value, dict):
-        return [f"{name} {number}" for name, number in value.items()]
+        return [printable(f"{name} {number}") for name, number in value.items()]
     if isinstance(value, list):
-        return [str(item) for item in value]
-    return [] if value in (None, "") else [f"{value:,}" if isinstance(value, int) else str(value)]
+        return [printable(item) for item in value]
+    return [] if value in (None, "") else [f"{value:,}" if isinstance(value, int) else printable(value)]
 
 
 @main.command()
 @trace_argument
 @filter_options
+@attempt_option
 @json_option
-def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str | None, as_json: bool) -> None:
+def ls(
+    trace: Path,
+    layers: tuple[str, ...],
+    kinds: tuple[str, ...],
+    where: str | None,
+    attempt: int | None,
+    as_json: bool,
+) -> None:
     """List what is recorded of each layer: kinds, dtypes, shapes, how many records.
 
     Where there are more than three shapes of a tensor, they are in one line; --json has a line for each.
     """
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     table = opened.records(layers or None, kinds or None, where=where)
     key = ("layer", "kind", "path", "dtype", "shape")
     found: dict[tuple[Any, ...], list[int]] = {}
@@ -182,6 +196,7 @@ def _joined_shapes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @filter_options
 @step_option
 @limit_option
+@attempt_option
 @json_option
 def stats(
     trace: Path,
@@ -190,13 +205,14 @@ def stats(
     where: str | None,
     step: int | None,
     limit: int,
+    attempt: int | None,
     as_json: bool,
 ) -> None:
     """Print records with their statistics, in the order of execution.
 
     On a terminal, with a curve of l2 over all steps; `replay trend` explains it.
     """
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     table = opened.records(layers or None, kinds or None, step, where)
     rows, columns = table.slice(0, limit).to_pylist(), list(_COLUMNS)
     if rows and on_terminal() and not as_json:
@@ -209,18 +225,19 @@ def stats(
     print_rows(rows, as_json, columns)
     say_if_empty(table, opened)
     if len(table) > limit:
-        click.echo(f"{len(table) - limit:,} more; --limit shows them.", err=True)
+        say(f"{len(table) - limit:,} more; --limit shows them.", err=True)
 
 
 @main.command()
 @trace_argument
 @click.argument("where")
+@attempt_option
 @json_option
-def first(trace: Path, where: str, as_json: bool) -> None:
+def first(trace: Path, where: str, attempt: int | None, as_json: bool) -> None:
     """Print the first record for which a condition holds, such as 'n_nan > 0'. Ends with 1 if there is none."""
-    found = replay.open(trace).first(where)
+    found = replay.open(trace, attempt).first(where)
     if found is None:
-        click.echo("null" if as_json else f"No record of {trace} has {where}.")
+        say("null" if as_json else f"No record of {trace} has {where}.")
         sys.exit(1)
     if as_json:
         print_json(found)
@@ -240,8 +257,9 @@ def first(trace: Path, where: str, as_json: bool) -> None:
     help="Where in a nested output the tensor sits; of an input its position or keyword, of a parameter its name.",
 )
 @click.option("--rank", default=0, show_default=True, type=click.IntRange(0, 2**62))
+@attempt_option
 @json_option
-def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -> None:
+def show(trace: Path, layer: str, step: int | None, attempt: int | None, as_json: bool, **key: Any) -> None:
     """Print one tensor: its statistics and its values, shortened.
 
     On a terminal, with a curve of l2 over all steps, as of `replay trend`, and one of how its elements lie between
@@ -249,7 +267,7 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
     """
     import numpy as np
 
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     if step is None:
         steps = opened.steps
         step = steps[-1] if steps else 0
@@ -261,38 +279,15 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
         print_json({**record, "values": tensor.tolist() if tensor.dtype.kind in "biuf" else str(tensor.tolist())})
         return
     for name, value in record.items():
-        click.echo(f"{name:9} {cell_text(value)}")
+        say(f"{name:9} {cell_text(value)}")
     if on_terminal():
         from replay.sparklines import curves, distribution, place_of
         from replay.timelines import timelines
 
         curve = curves(timelines(opened, "l2", layer, key["kind"]), "l2", 3 * _CURVE)[place_of(record)]
-        click.echo(f"{'over time':9} {curve}")
-        click.echo(f"{'elements':9} {distribution(tensor, 3 * _CURVE)}")
-    click.echo(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
-
-
-@main.command()
-@trace_argument
-@click.argument("out", type=click.Path(path_type=Path))
-@filter_options
-@click.option("--tensors", is_flag=True, help="Add a column with the values of each tensor.")
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-def export(
-    trace: Path,
-    out: Path,
-    layers: tuple[str, ...],
-    kinds: tuple[str, ...],
-    where: str | None,
-    tensors: bool,
-    overwrite: bool,
-) -> None:
-    """Write records to a Parquet file, one row a record, for pandas, polars, DuckDB, Spark."""
-    if out.suffix.lower() in _OF_OTHER_FORMATS:
-        raise replay.BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
-    selection = replay.open(trace).select(layers or None, kinds or None, where=where)
-    selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
-    click.echo(f"wrote {out}", err=True)
+        say(f"{'over time':9} {curve}")
+        say(f"{'elements':9} {distribution(tensor, 3 * _CURVE)}")
+    say(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
 
 
 if __name__ == "__main__":

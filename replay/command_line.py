@@ -18,8 +18,22 @@ import click
 
 import replay
 from replay.errors import ReplayError
+from replay.printable import printable, printable_lines
 
 _WORDS = ("layer", "kind", "path", "dtype", "shape", "rule", "severity", "advice", "trace", "status")
+
+
+EXIT = """\b
+Exit status of all commands:
+  0  the question was answered, the work done
+  1  the answer is bad news: a difference, a finding, damage, nothing that is so; or a file could not be written
+  2  there is no answer: wrong use, a name that is not there, a trace that cannot be read"""
+
+
+class Unanswered(click.ClickException):
+    """A question without an answer, which is not to be taken for one: `replay diff` ends with 1 if traces differ."""
+
+    exit_code = 2
 
 
 class Commands(click.Group):
@@ -51,10 +65,18 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except ReplayError as error:
-            raise click.ClickException(str(error)) from None
+            raise Unanswered(printable_lines(error)) from None
+        except click.ClickException as error:
+            error.message = printable_lines(error.message)  # type: ignore[misc]
+            raise
 
 
 trace_argument = click.argument("trace", type=click.Path(path_type=Path))
+attempt_option = click.option(
+    "--attempt",
+    type=click.IntRange(0, 2**31),
+    help="Of a training that was resumed: what there was up to this attempt, of replay info.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 limit_option = click.option(
     "--limit", default=40, show_default=True, type=click.IntRange(1, 2**31), help="Rows to print."
@@ -62,15 +84,36 @@ limit_option = click.option(
 step_option = click.option("--step", type=click.IntRange(0, 2**62), help="One step.")
 
 
+def names_option(flag: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return an option that takes names with commas between them, and may be repeated: as all commands have them."""
+
+    def split(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.strip() for names in given for name in names.split(",") if name.strip())
+
+    return click.option(flag, multiple=True, help=text, callback=split)
+
+
 def filter_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that choose records: `layers`, `kinds` and `where`."""
     for option in (
         click.option("--where", help="SQL condition over the columns, such as 'n_nan > 0'."),
-        click.option("--kinds", multiple=True, help="Kind, such as grad_output; may be repeated."),
-        click.option("--layers", multiple=True, help="Glob over layer names, such as 'blocks.0.*'; may be repeated."),
+        names_option("--kinds", "Kinds, such as output,grad_output; may be repeated."),
+        names_option("--layers", "Globs over layer names, such as 'blocks.0.*,head'; may be repeated."),
     ):
         command = option(command)
     return command
+
+
+def say(text: object = "", *, err: bool = False, nl: bool = True, **style: Any) -> None:
+    """Print text that may have come from a trace: line breaks stay, other control characters become escapes.
+
+    Args:
+        text: the text. What is one line of it has to be made so by `printable`.
+        err: to standard error.
+        nl: end with a newline.
+        style: as of `click.style`.
+    """
+    click.secho(printable_lines(text), err=err, nl=nl, **style)
 
 
 @contextmanager
@@ -92,13 +135,13 @@ def progress(what: str, every_s: float = 10.0) -> Iterator[Callable[[int, int], 
         return
     due = time.monotonic() + every_s
 
-    def say(done: int, total: int) -> None:
+    def tell(done: int, total: int) -> None:
         nonlocal due
         if time.monotonic() >= due:
             due = time.monotonic() + every_s
-            click.echo(f"{done:,} of {total:,} {what}", err=True)
+            say(f"{done:,} of {total:,} {what}", err=True)
 
-    yield say
+    yield tell
 
 
 def say_if_empty(found: Sized, trace: replay.Trace) -> None:
@@ -106,7 +149,7 @@ def say_if_empty(found: Sized, trace: replay.Trace) -> None:
     if not len(found):
         steps, layers = trace.steps, ", ".join(map(repr, trace.layers[:3]))
         there = f"steps {steps[0]} to {steps[-1]}, layers such as {layers}" if steps else "no committed step"
-        click.echo(f"No record is so. {trace.path} has {there}, kinds {', '.join(trace.kinds) or 'none'}.", err=True)
+        say(f"No record is so. {trace.path} has {there}, kinds {', '.join(trace.kinds) or 'none'}.", err=True)
 
 
 def on_terminal() -> bool:
@@ -148,18 +191,18 @@ def print_rows(rows: Sequence[dict[str, Any]], as_json: bool, columns: Iterable[
 
         table = Table(box=None, header_style="bold")
         for name in names:
-            table.add_column(name, justify="left" if name in _WORDS else "right")
+            table.add_column(printable(name), justify="left" if name in _WORDS else "right")
         for line in cells:
             table.add_row(*map(Text, line))
         Console().print(table)
         return
-    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
-    for line in (names, *cells):
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    widths = [max(map(len, column)) for column in zip(map(printable, names), *cells, strict=True)]
+    for line in (list(map(printable, names)), *cells):
+        say("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def cell_text(value: object) -> str:
-    """Return a value as a cell of a table shows it."""
+    """Return a value as a cell of a table shows it, on one line."""
     if isinstance(value, float):
         return f"{value:.4g}"
     if value is None:
@@ -167,5 +210,5 @@ def cell_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         if any(isinstance(item, float) for item in value):
             return f"[{', '.join(f'{item:.4g}' for item in value[:4])}{', …' if len(value) > 4 else ''}]"
-        return "×".join(map(str, value)) or "scalar"
-    return str(value)
+        return "×".join(map(printable, value)) or "scalar"
+    return printable(value)

@@ -3,41 +3,54 @@
 The copy grows in `B.partial`, a rank after the other, a block of commits at a time. Its tensors are written before
 its rows of the log, so that whoever was interrupted goes on behind the last row. A rank gets its name when it is
 verified, and the whole its name when all ranks are there: until then it is no trace.
+
+A trace may come from a stranger, and the copy may go to others. So only files that the format names are copied as they
+are, and never what a link leads to.
 """
 
 import dataclasses
 import json
 import mmap
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.attempts import read_attempts
 from replay.documents import read_end, read_identity
 from replay.dropping import read_dropped
 from replay.errors import CannotConvert, TraceDamaged
 from replay.files import PAGE
 from replay.format import (
+    ALERTS_FILE,
+    ATTEMPTS_FILE,
     CODECS,
     DROPPED_FILE,
     END_FILE,
     FIXED,
     KEPT,
     LOCK_FILE,
+    MODEL_FILE,
     NOTES_FILE,
+    PINNED_FILE,
     RECORD_SCHEMA,
+    SCALARS_FILE,
+    SENT_FILE,
     STREAMS_FILE,
     TRACE_FILE,
+    TRIGGERS_FILE,
     Stream,
     parsed,
+    whole_lines,
     write_whole,
 )
-from replay.hdf5_store import MASTER, SEGMENTS_FILE
+from replay.hdf5_store import SEGMENTS_FILE
 from replay.log import Log, LogWriter
 from replay.log_segments import segments_of
 from replay.places import Places
@@ -45,6 +58,7 @@ from replay.seal import locked, read_streams, seal
 from replay.stores import STORES, StoreReader, StoreWriter, open_reader, open_writer
 from replay.trace import open as open_trace
 from replay.verify import verify_rank
+from replay.zarr_store import DIRECTORY
 
 DROPPED_BEFORE, DAMAGED_BEFORE = 9, 10
 """Why a record of the copy has no tensor, where that of the original had one once."""
@@ -53,10 +67,27 @@ Progress = Callable[[int, int], None]
 
 _PLAN = "converting.json"
 _BLOCK_ROWS = 512
-_RECORDS = ("records-*.arrows*", "records-*.parquet*", "tensors*.h5*")
+_OF_TRACE = (ALERTS_FILE, SENT_FILE, PINNED_FILE)
+_OF_RANK = (MODEL_FILE, SCALARS_FILE, TRIGGERS_FILE)
+"""What is copied as it is."""
+_WRITTEN = (TRACE_FILE, LOCK_FILE, STREAMS_FILE, END_FILE, DROPPED_FILE, NOTES_FILE, SEGMENTS_FILE, ATTEMPTS_FILE)
+_ANEW = re.compile(
+    "|".join(re.escape(name) for name in _WRITTEN)
+    + rf"|rank-\d+|{re.escape(DIRECTORY)}|records-\d+\.(arrows|parquet)(\.partial)?|tensors(-\d+)?\.h5(\.partial)?"
+)
+"""What is read, and written anew."""
 
 
-def convert(source: Path, target: Path, store: str, compression: str | None, progress: Progress | None = None) -> int:
+class Converted(NamedTuple):
+    """What a copy lacks: how many tensors were damaged, and the paths in the original that were left out."""
+
+    damaged: int
+    left_out: list[Path]
+
+
+def convert(
+    source: Path, target: Path, store: str, compression: str | None, progress: Progress | None = None
+) -> Converted:
     """Write a trace anew; go on where an earlier attempt was interrupted.
 
     Args:
@@ -67,7 +98,8 @@ def convert(source: Path, target: Path, store: str, compression: str | None, pro
         progress: is told how many records are there, and of how many.
 
     Returns:
-        How many tensors of the original are damaged. The copy has their statistics, and a note of each.
+        What the copy lacks. Of tensors that are damaged it has the statistics, and a note of each. Left out are links,
+        and files that the format does not name.
 
     Raises:
         CannotConvert: it cannot be done, or not so.
@@ -78,8 +110,11 @@ def convert(source: Path, target: Path, store: str, compression: str | None, pro
     with open_trace(source) as trace:
         partial = _partial(source, target, trace.status, store, compression)
         directories = dict(sorted(trace.directories.items()))
-        total = trace.count
+        total = sum(Log(directory, superseded=True).refresh().rows for directory in directories.values())
     identity = read_identity(source)
+    for path in (path for rank in directories.values() for path in (rank, rank / MODEL_FILE)):
+        if path.is_symlink():
+            raise CannotConvert(f"{path} is a link, and links are not copied. Put what it leads to in its place.")
     with ExitStack() as stack:
         partial.mkdir(parents=True, exist_ok=True)
         try:
@@ -100,11 +135,9 @@ def convert(source: Path, target: Path, store: str, compression: str | None, pro
                         progress(done + count, total)
                 rank.finish()
                 rank.copy.replace(copy)
-            done += Log(copy).refresh().rows
+            done += Log(copy, superseded=True).refresh().rows
             damaged += _damaged(copy)
-        for path in source.iterdir():
-            if path.is_file() and path.name not in (TRACE_FILE, LOCK_FILE):
-                shutil.copy2(path, partial / path.name)
+        _copy_files(source, partial, _OF_TRACE)
         came = {"path": str(source), "id": identity.get("id"), **{n: identity["plan"].get(n) for n in _CHANGED}}
         plan = {**identity["plan"], "store": store, "compression": compression}
         whole = {**identity, "plan": plan, "converted_from": came}
@@ -113,10 +146,32 @@ def convert(source: Path, target: Path, store: str, compression: str | None, pro
         (partial / LOCK_FILE).unlink()
         partial.rename(target)
         (target / _PLAN).unlink()
-    return damaged
+    return Converted(damaged, _left_out(source))
 
 
 _CHANGED = ("store", "compression")
+
+
+def _is_plain(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if _is_plain(source / name):
+            shutil.copy2(source / name, target / name, follow_symlinks=False)
+
+
+def _left_out(source: Path) -> list[Path]:
+    """Return what of a trace is in no copy."""
+    folders = [(source, _OF_TRACE)]
+    folders += [(rank, _OF_RANK) for rank in sorted(source.glob("rank-[0-9]*")) if rank.is_dir()]
+    return [
+        path.relative_to(source)
+        for folder, copied in folders
+        for path in sorted(folder.iterdir())
+        if not (_is_plain(path) if path.name in (*copied, NOTES_FILE) else _ANEW.fullmatch(path.name))
+    ]
 
 
 def _partial(source: Path, target: Path, status: str, store: str, compression: str | None) -> Path:
@@ -126,8 +181,6 @@ def _partial(source: Path, target: Path, status: str, store: str, compression: s
             f"There is no store {store!r} with compression {compression!r}; the stores are {', '.join(STORES)}, the "
             f"compressions {', '.join(CODECS)}, none."
         )
-    if store == "hdf5" and compression is not None:
-        raise CannotConvert("The HDF5 store has no compression. Use store zarr, or compression none.")
     if status == "live":
         raise CannotConvert(f"{source} is being recorded. Convert it when the recording has ended.")
     if target.exists() or target.is_symlink():
@@ -160,6 +213,7 @@ class _Rank:
         self._source = source
         self.copy = copy
         self._store = store
+        self._attempts = read_attempts(source)
         self._dropped = read_dropped(source)
         self._old = read_streams(source)
         places = Places(store)
@@ -169,10 +223,7 @@ class _Rank:
     def write(self) -> Iterator[int]:
         """Write tensors and log; yield how many records are there."""
         self.copy.mkdir(exist_ok=True)
-        for path in self._source.iterdir():
-            ours = path.name in (STREAMS_FILE, LOCK_FILE, END_FILE, DROPPED_FILE, NOTES_FILE, SEGMENTS_FILE, MASTER)
-            if path.is_file() and not ours and not any(path.match(pattern) for pattern in _RECORDS):
-                shutil.copy2(path, self.copy / path.name)
+        _copy_files(self._source, self.copy, _OF_RANK)
         write_whole(self.copy / STREAMS_FILE, "".join(stream.to_json() + "\n" for stream in self._new))
         with ExitStack() as stack:
             log = LogWriter(self.copy)
@@ -185,11 +236,22 @@ class _Rank:
                 for stream in self._new:
                     if stream.location is not None:
                         writer.add(stream, int(rows[stream.id]))
-            for columns in self._blocks(done):
+            for number, columns in self._blocks(done):
+                self._begin_attempts(log, self._attempts.of_segment(number))
                 self._write_block(columns, reader, writer)
                 log.append(columns)
                 done += len(columns["step"])
                 yield done
+            self._begin_attempts(log, self._attempts.last)
+
+    def _begin_attempts(self, log: LogWriter, attempt: int) -> None:
+        """Give each attempt up to one of them a segment of its own, as it has in the original, and its line."""
+        lines = whole_lines(self._source / ATTEMPTS_FILE)[0]
+        copied = whole_lines(self.copy / ATTEMPTS_FILE)[0]
+        for line in lines[len(copied) : attempt]:
+            log.begin_segment()
+            copied.append(json.dumps({**parsed(line), "segment": log.segment}))
+            write_whole(self.copy / ATTEMPTS_FILE, "".join(f"{one}\n" for one in copied))
 
     def _state(self) -> tuple[int, NDArray[np.int64]]:
         """How many records the copy has, and how many rows of each stream."""
@@ -201,8 +263,8 @@ class _Rank:
                 rows += np.bincount(streams, minlength=len(rows))
         return done, rows
 
-    def _blocks(self, skip: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield records of the original, from one of them on."""
+    def _blocks(self, skip: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        """Yield records of the original, from one of them on, with the number of their segment."""
         for segment in segments_of(self._source):
             for batch in segment.batches():
                 if skip >= len(batch):
@@ -210,7 +272,7 @@ class _Rank:
                     continue
                 for begin in range(skip, len(batch), _BLOCK_ROWS):
                     part = batch.slice(begin, _BLOCK_ROWS)
-                    yield {name: part[name].to_numpy().copy() for name in RECORD_SCHEMA.names}
+                    yield segment.number, {name: part[name].to_numpy().copy() for name in RECORD_SCHEMA.names}
                 skip = 0
             if (tail := segment.tail()) is not None and tail.damage:
                 raise TraceDamaged(f"{segment.path}: {tail.message} A trace whose log is damaged is not converted.")
@@ -270,7 +332,7 @@ class _Rank:
     def _write_notes(self) -> None:
         """Copy the notes, with one for each tensor that was not copied, and one for what had been dropped."""
         path = self._source / NOTES_FILE
-        text = path.read_bytes() if path.exists() else b""
+        text = path.read_bytes() if _is_plain(path) else b""
         notes = [text[: text.rfind(b"\n") + 1].decode("utf-8", "replace")]
         dropped = 0
         for columns in _not_copied(self.copy):

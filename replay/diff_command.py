@@ -1,6 +1,6 @@
 """The command `replay diff`: which layer differs first, in a sentence, and the layers by how much they differ.
 
-Its exit status is the answer for scripts, as that of `diff`: so whatever hinders the answer is 2, and not 1.
+Its exit status is the answer for scripts, as that of `diff`.
 """
 
 import contextlib
@@ -13,24 +13,20 @@ from typing import Any
 import click
 
 import replay
-from replay.command_line import json_option, print_json, print_rows
+from replay.command_line import json_option, names_option, print_json, print_rows, say
 from replay.diff import Diff
-from replay.errors import BadQuery, ReplayError
+from replay.errors import BadQuery
+from replay.printable import printable
 
-_WRONG_USE = 2
 _INTERRUPTED = 130
 _COLUMNS = ("layer", "kind", "differ", "step", "max_abs", "relative", "cosine", "max_ulp", "tolerance")
-
-
-class _CannotCompare(click.ClickException):
-    exit_code = _WRONG_USE
 
 
 @click.command()
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path), required=False)
-@click.option("--layers", multiple=True, help="Glob over A's layer names; may be repeated.")
-@click.option("--kinds", multiple=True, help="Kind, such as output; may be repeated.")
+@names_option("--layers", "Globs over A's layer names, such as 'blocks.0.*,head'; may be repeated.")
+@names_option("--kinds", "Kinds, such as output,grad_output; may be repeated.")
 @click.option("--steps", help="Steps of A: 3, 10:20, 0:100:10; separated by commas.")
 @click.option("--map", "rules", multiple=True, help="Names 'A=B' of layers, or a TOML or JSON file; may be repeated.")
 @click.option("--tolerance", multiple=True, help="Relative tolerance, such as 1e-4 or bfloat16=0.02; may be repeated.")
@@ -79,10 +75,8 @@ def diff(
                 stop=stop,
                 progress=progress,
             )
-    except ReplayError as error:
-        raise _CannotCompare(str(error)) from None
     except KeyboardInterrupt:
-        click.echo("interrupted; nothing was found out", err=True)
+        say("interrupted; nothing was found out", err=True)
         sys.exit(_INTERRUPTED)
     by_layer = _by_layer(found)
     if as_json:
@@ -198,35 +192,33 @@ def _by_layer(found: Diff) -> list[dict[str, Any]]:
 def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
     compared = f"{len(found.rows):,} records compared"
     if found.first is not None:
-        click.secho(str(found.first), bold=True)
+        say(printable(found.first), bold=True)
     elif found.equal:
-        click.secho(f"no difference: {compared}, all within tolerance", bold=True)
+        say(f"no difference: {compared}, all within tolerance", bold=True)
     else:
         but = "tensors could not be read" if found.damaged else "not every record has a partner"
-        click.secho(f"no divergence: {compared}, all within tolerance, but {but}", bold=True)
+        say(f"no divergence: {compared}, all within tolerance, but {but}", bold=True)
     for name, table in (("A", found.only_a), ("B", found.only_b)):
         rows = table.to_pylist()
         for row in rows[:limit]:
             path = f" {row['path']}" if row["path"] else ""
             steps = f"step {row['first_step']}" if row["records"] == 1 else f"{row['records']:,} records"
-            click.echo(f"only in {name}: {row['layer'] or '(root)'} {row['kind']}{path}, {steps}")
+            say(printable(f"only in {name}: {row['layer'] or '(root)'} {row['kind']}{path}, {steps}"))
         if len(rows) > limit:
-            click.echo(f"only in {name}: {len(rows) - limit:,} more; --limit shows them")
+            say(f"only in {name}: {len(rows) - limit:,} more; --limit shows them")
     if set(found.only_a["layer"].to_pylist()) != set(found.only_b["layer"].to_pylist()):
-        click.echo("if these are the same layers by other names, say so: --map 'A=B'")
+        say("if these are the same layers by other names, say so: --map 'A=B'")
     for note in found.notes:
-        click.echo(note)
+        say(printable(note))
     differing = [row for row in by_layer if not row["within"]]
     if differing:
-        click.echo(f"\n{len(differing)} of {len(by_layer)} layers and kinds differ; by the size of the error:\n")
+        say(f"\n{len(differing)} of {len(by_layer)} layers and kinds differ; by the size of the error:\n")
         print_rows(differing[:limit], False, _COLUMNS)
         if len(differing) > limit:
-            click.echo(f"{len(differing) - limit:,} more; --limit shows them.", err=True)
+            say(f"{len(differing) - limit:,} more; --limit shows them.", err=True)
     elif by_layer:
         most, error = by_layer[0], by_layer[0]["error"]
-        click.echo(
-            f"the largest error is {error:.3g}, of layer {most['layer']!r} ({most['kind']}) at step {most['step']}"
-        )
+        say(f"the largest error is {error:.3g}, of layer {most['layer']!r} ({most['kind']}) at step {most['step']}")
 
 
 def _as_json(found: Diff, by_layer: list[dict[str, Any]]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from replay.format import ML_DTYPES
 
 STATISTICS_ERROR = 1e-4
-"""To this the statistics of a trace are right, relative to their true value; extremes and counts are exact."""
+"""To this the statistics of a trace are right, relative to their true value. Counts are exact, and extremes; those of
+integers up to 2^53."""
 
 # OpenBLAS shares a sum of more than 10,000 elements out among threads, which takes longer than the sum.
 _BLOCK = 1 << 13

@@ -8,9 +8,9 @@ NaN in float8_e4m3fn, which has no infinity.
 import ml_dtypes
 import numpy as np
 
-from replay.catalog import printable
 from replay.charts import Chart, Panel, Reach, finite, real, title_name
 from replay.errors import BadQuery
+from replay.printable import printable
 from replay.series import Floats
 from replay.trace import Trace
 
@@ -44,7 +44,7 @@ def exponents(trace: Trace, step: int, layer: str, kind: str, *, call: int = 0, 
         if count:
             notes.append(f"{count:,} of {len(tensor):,} are {what}.")
     panel = Panel("", shares[None], np.zeros((1, len(shares)), bool), ["elements"], columns)
-    title = f"Exponents of {kind} of {title_name(layer)} at step {step}, {printable(trace.path.name)}"
+    title = f"Exponents of {printable(kind)} of {title_name(layer)} at step {step}, {printable(trace.path.name)}"
     reaches = tuple(_reach(name, sizes) for name in _DTYPES)
     return Chart("bars", title, "share of elements", ("exponent", ""), False, (panel,), tuple(notes), reaches)
 

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import click
 
-from replay.catalog import entry_of, find_traces, printable
-from replay.command_line import json_option, print_rows
+import replay
+from replay.catalog import entry_of, find_traces
+from replay.command_line import json_option, print_rows, say
+from replay.printable import printable
 
 _COLUMNS = ("name", "status", "steps", "records", "bytes", "alerts", "created", "command")
 _COMMAND_WIDTH = 60
@@ -18,15 +20,15 @@ _COMMAND_WIDTH = 60
 def list_traces(root: Path, as_json: bool) -> None:
     """List the traces below a folder: status, steps, records, bytes of tensors, alerts, when and of what.
 
-    A trace that cannot be read is listed as damaged. Ends with 0, also where there is no trace, and with 1 where ROOT
+    A trace that cannot be read is listed as damaged. Ends with 0, also where there is no trace, and with 2 where ROOT
     is no folder that can be read.
     """
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
-        raise click.ClickException(f"{printable(root)} {what}. Name a folder that has traces below it.")
+        raise replay.TraceNotFound(f"{printable(root)} {what}. Name a folder that has traces below it.")
 
     def unreadable(folder: Path, error: OSError) -> None:
-        click.echo(f"{printable(folder)} cannot be read: {error.strerror}.", err=True)
+        say(f"{printable(folder)} cannot be read: {error.strerror}.", err=True)
 
     entries = [entry_of(trace, root) for trace in find_traces(root, unreadable).traces]
     if as_json:
@@ -43,7 +45,7 @@ def list_traces(root: Path, as_json: bool) -> None:
     if rows:
         print_rows(rows, as_json)
     else:
-        click.echo(f"{printable(root)} has no trace below it.", err=True)
+        say(f"{printable(root)} has no trace below it.", err=True)
     for entry in entries:
         if entry.problem:
-            click.echo(f"{printable(entry.name)} is damaged: {printable(entry.problem)}", err=True)
+            say(f"{printable(entry.name)} is damaged: {printable(entry.problem)}", err=True)

@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 import replay
-from replay.command_line import cell_text, filter_options, finite
+from replay.command_line import cell_text, filter_options, finite, say
+from replay.printable import printable
 
 
 @click.command(
@@ -22,7 +23,7 @@ Examples:
   replay tail runs/a --where "n_nan > 0" --records    each record with NaN
   replay tail runs/* --json | jq .step
 
-Ends with 0 when all traces are sealed, with 1 if one is not there or torn, with 130 after Ctrl-C.
+Ends with 0 when all traces are sealed, with 1 if one is torn, with 2 if one is not there, with 130 after Ctrl-C.
 """
 )
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=click.Path(path_type=Path))
@@ -58,13 +59,13 @@ def tail(
                     click.echo(json.dumps(finite({"trace": str(trace.path), **line})))
                     continue
                 text = _record_text(line) if records else _step_text(line)
-                click.echo(f"{trace.path}  {text}" if len(traces) > 1 else text)
+                say(printable(f"{trace.path}  {text}" if len(traces) > 1 else text))
         torn = {path: replay.open(path).status == "torn" for path in traces}
     except KeyboardInterrupt:
         sys.exit(130)
     for path, is_torn in torn.items():
         if is_torn:
-            click.echo(f"{path} is torn: its writer is gone. Run `hookrec recover {path}` to seal it.", err=True)
+            say(f"{path} is torn: its writer is gone. Run `hookrec recover {path}` to seal it.", err=True)
     sys.exit(any(torn.values()))
 
 

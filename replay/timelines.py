@@ -23,7 +23,6 @@ from replay.trace import Trace
 LOGARITHMIC = ("absmax", "std", "l2")
 """The statistics that are never negative and go over decades."""
 
-_COUNTS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero")
 PLACE = ("rank", "layer", "kind", "path")
 """What tells timelines apart."""
 
@@ -71,8 +70,6 @@ def timelines(
     step, value = found["step"].to_numpy(), found[stat].to_numpy().astype(np.float64)
     count = sum(found[name].to_numpy() for name in ("n_nan", "n_posinf", "n_neginf"))
     broken = (count > 0) | np.isinf(value)
-    if stat not in _COUNTS:  # of no element, l2 is 0: a curve would fall where it ends
-        value = np.where((count > 0) & (count >= found["numel"].to_numpy()), np.nan, value)
     order = {name: n for n, name in enumerate(trace.layers)}
     places = [_codes(found[name]) for name in PLACE]
     lines = []

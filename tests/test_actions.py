@@ -124,7 +124,7 @@ def test_what_is_no_action_is_refused_before_the_daemon_begins(tmp_path, line, w
 def test_an_action_for_a_rule_that_nobody_has_is_refused(tmp_path, rule):
     result = CliRunner().invoke(main, ["daemon", str(tmp_path), "--when", "n_nan > 0", "--then", rule, "stop"])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"--then '{rule}' …: there is no such rule" in result.output
     assert ("non-finite" if rule == "non-finit" else "n_nan > 0") in result.output
 

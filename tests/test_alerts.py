@@ -64,6 +64,19 @@ def test_a_line_that_was_cut_off_is_as_if_never_written(tmp_path, cut):
     assert [found.layer for found in read_alerts(tmp_path)] == ["0", "1"]
 
 
+def test_nothing_is_written_where_a_link_leads(tmp_path):
+    (tmp_path / "mine").write_text("no newline at the end")
+    for name in ("alerts.jsonl", "alerts-sent.jsonl"):
+        (tmp_path / name).symlink_to(tmp_path / "mine")
+
+    with pytest.raises(OSError, match=r"alerts\.jsonl"):
+        AlertFile(tmp_path).append([alert()])
+    with pytest.raises(OSError, match=r"alerts-sent\.jsonl"):
+        AlertFile(tmp_path).mark_sent("a", "webhook", "now")
+
+    assert (tmp_path / "mine").read_text() == "no newline at the end"
+
+
 def test_a_long_line_that_was_cut_off_leaves_nothing_behind_a_short_one(tmp_path):
     AlertFile(tmp_path).append([alert("0")])
     with (tmp_path / "alerts.jsonl").open("a") as file:
@@ -157,6 +170,13 @@ class Server:
                 if status == 200:
                     got.append(json.loads(body))
                 self.send_response(status)
+                if 300 <= status < 400:
+                    self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def do_GET(self):
+                self.send_response(200)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -192,6 +212,20 @@ def test_a_webhook_gets_each_alert_and_is_tried_again_when_it_fails(tmp_path):
     assert server.got[0]["trace"] == str(tmp_path)
     assert server.got[0].keys() >= {"id", "rule", "message", "host"}
     assert sent == {(alert("0").id, "webhook"), (alert("1").id, "webhook")}
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_not_taken_for_success(tmp_path, status):
+    server = Server(status)
+    said = io.StringIO()
+
+    sent = sent_by(Outbox("webhook", delivery.webhook(server.url), Journal(said), pause_s=0.01), tmp_path, alert())
+
+    server.close()
+    assert f"the webhook answered {status}" in said.getvalue()
+    assert "sends on to /elsewhere" in said.getvalue()
+    assert [item["id"] for item in server.got] == [alert().id]  # by the second attempt
+    assert sent == {(alert().id, "webhook")}
 
 
 def test_what_a_webhook_refuses_is_not_tried_again_and_not_marked(tmp_path):
@@ -236,7 +270,9 @@ def test_a_command_gets_the_alert_on_its_standard_input(tmp_path):
 
     sent = sent_by(Outbox("command", delivery.command(line), SILENT), tmp_path, alert())
 
-    assert json.loads((tmp_path / "it is $HOME").read_text())["id"] == alert().id
+    text = (tmp_path / "it is $HOME").read_text()
+    assert json.loads(text)["id"] == alert().id
+    assert text.index("\n") == len(text) - 1  # so that a file of them is JSON Lines
     assert sent == {(alert().id, "command")}
 
 

@@ -9,8 +9,9 @@ from click.testing import CliRunner
 from torch import nn, ones
 
 import hookrec
-from replay.catalog import entry_of, find_traces, printable
+from replay.catalog import entry_of, find_traces
 from replay.cli import main
+from replay.printable import printable
 from tests.live_traces import WrittenTrace
 
 
@@ -122,7 +123,7 @@ def test_a_root_that_is_no_folder_is_one_sentence(tmp_path, root, words):
 
     result = CliRunner().invoke(main, ["list", str(tmp_path / root)])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert words in result.stderr
 
 

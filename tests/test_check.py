@@ -141,7 +141,7 @@ class TestFindings:
         assert not any("broken" in f.message for f in replay.check(replay.open(path)))
 
     def test_odd_names_and_odd_tensors_are_taken(self, tmp_path):
-        odd = {"numel": 0, "min": np.nan, "max": np.nan, "absmax": np.nan, "mean": np.nan, "std": np.nan, "l2": 0.0}
+        odd = {"numel": 0, "min": np.nan, "max": np.nan, "absmax": np.nan, "mean": np.nan, "std": np.nan, "l2": np.nan}
         records = [
             {"layer": name, "kind": kind, "dtype": dtype, **facts}
             for name in ("", "a.b|c", "层", "it's")
@@ -172,6 +172,8 @@ class TestFindings:
             }
             for call, v in enumerate(values)
         ]
+        nothing = dict.fromkeys(("min", "max", "absmax", "mean", "std", "l2"), np.nan)
+        records.append({"step": 0, "layer": "a", "call": 2, "numel": 0, **nothing})
         both = np.concatenate(values)
 
         grid = replay.Records(replay.open(write_trace(tmp_path / "t", records))).grid("output")

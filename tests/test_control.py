@@ -233,7 +233,7 @@ def test_of_two_recorders_one_is_chosen_by_its_trace(tmp_path, folder):
         (["attach", "4194999", "-o", "a"], 3, "There is no process"),
         (["detach", str(os.getppid())], 3, "does not listen"),
         (["attach", str(os.getppid()), "-o", "a"], 3, "Process"),
-        (["attach", PID, "-o", "a", "--kinds", "zz"], 1, "There is no kind"),
+        (["attach", PID, "-o", "a", "--kinds", "zz"], 2, "There is no kind"),
     ],
 )
 def test_each_command_says_what_is_wrong(tmp_path, folder, arguments, status, words):

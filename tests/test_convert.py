@@ -43,9 +43,10 @@ def test_a_trace_goes_through_both_stores_and_is_the_same(tmp_path):
     assert want[0] == tensors
 
     convert(tmp_path / "a", tmp_path / "b", "hdf5", None)
-    convert(tmp_path / "b", tmp_path / "c", "zarr", "zstd")
+    convert(tmp_path / "b", tmp_path / "d", "hdf5", "lz4")
+    convert(tmp_path / "d", tmp_path / "c", "zarr", "zstd")
 
-    for name in "bc":
+    for name in "bcd":
         assert everything(tmp_path / name, tensors) == want
         assert list(verify(tmp_path / name)) == []
     assert (tmp_path / "b/rank-00000/tensors.h5").exists()
@@ -53,10 +54,10 @@ def test_a_trace_goes_through_both_stores_and_is_the_same(tmp_path):
     identity = json.loads((tmp_path / "c/trace.json").read_text())
     assert identity["plan"] == {"store": "zarr", "compression": "zstd"}
     assert identity["converted_from"] == {
-        "path": str(tmp_path / "b"),
+        "path": str(tmp_path / "d"),
         "id": "0" * 32,
         "store": "hdf5",
-        "compression": None,
+        "compression": "lz4",
     }
     ends = [json.loads((tmp_path / name / "rank-00000/end.json").read_text()) for name in "ab"]
     assert ends[0] == ends[1]
@@ -76,6 +77,38 @@ def test_all_ranks_and_the_files_beside_them_come_along(tmp_path):
     assert (tmp_path / "b/alerts.jsonl").read_text() == '{"id": "x"}\n'
     names = {path.name for path in (tmp_path / "b").iterdir()}
     assert names == {"alerts.jsonl", "pinned", "trace.json", "rank-00000", "rank-00001"}
+
+
+def test_nothing_that_a_link_leads_to_is_copied(tmp_path):
+    write_stored(tmp_path / "a")
+    secret = tmp_path / "secret"
+    secret.write_text('{"step": 0, "time": 1, "values": {"secret": 1}, "layer": null, "note": "secret"}\n')
+    rank = tmp_path / "a/rank-00000"
+    links = ("rank-00000/notes.jsonl", "rank-00000/scalars.jsonl", "rank-00000/zz", "zz.txt", "alerts.jsonl", "pinned")
+    for link in links:
+        (tmp_path / "a" / link).unlink(missing_ok=True)
+        (tmp_path / "a" / link).symlink_to(secret)
+    (rank / "folder").symlink_to(tmp_path, target_is_directory=True)
+    (rank / "own.txt").write_text("not of the format")
+
+    done = CliRunner().invoke(main, ["convert", str(tmp_path / "a"), str(tmp_path / "b")])
+
+    assert done.exit_code == 0
+    copied = [path for path in (tmp_path / "b").rglob("*") if path.is_file() or path.is_symlink()]
+    assert not any(path.is_symlink() or b"secret" in path.read_bytes() for path in copied if path.name != "trace.json")
+    for name in (*links, "rank-00000/folder", "rank-00000/own.txt"):
+        assert f"{tmp_path / 'a' / name} is a link, or no file of a trace" in done.stderr
+    assert done.stderr.count("is a link") == len(links) + 2
+
+
+@pytest.mark.parametrize("name", ["rank-00000", "rank-00000/model.json"])
+def test_a_link_that_cannot_be_left_out_is_refused(tmp_path, name):
+    write_stored(tmp_path / "a")
+    (tmp_path / "a" / name).rename(tmp_path / "elsewhere")
+    (tmp_path / "a" / name).symlink_to(tmp_path / "elsewhere")
+
+    with pytest.raises(CannotConvert, match=f"{name} is a link"):
+        convert(tmp_path / "a", tmp_path / "b", "zarr", None)
 
 
 def test_a_torn_trace_gives_a_sealed_one_with_what_was_committed(tmp_path):
@@ -116,7 +149,7 @@ def test_dropped_tensors_stay_dropped_and_are_no_damage(tmp_path):
     drop(tmp_path / "a/rank-00000", victims, "a quota", "2026-01-01T00:00:00Z")
     assert list(verify(tmp_path / "a")) == []
 
-    assert convert(tmp_path / "a", tmp_path / "b", "zarr", "zstd") == 0
+    assert convert(tmp_path / "a", tmp_path / "b", "zarr", "zstd").damaged == 0
 
     with replay.open(tmp_path / "b") as trace:
         with pytest.raises(NotRecorded, match="make room"):
@@ -126,7 +159,8 @@ def test_dropped_tensors_stay_dropped_and_are_no_damage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("store", "compression", "sealed"), [("zarr", None, True), ("zarr", "zstd", False), ("hdf5", None, True)]
+    ("store", "compression", "sealed"),
+    [("zarr", None, True), ("zarr", "zstd", False), ("hdf5", None, True), ("hdf5", "zstd", True)],
 )
 def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, store, compression, sealed):
     """A log that is not sealed comes in batches of three records, one that is in a single batch."""
@@ -191,7 +225,7 @@ def test_a_copy_that_is_not_what_was_written_gets_no_name(tmp_path, monkeypatch)
     monkeypatch.setattr("replay.convert.seal", seal_and_damage)
     ended = CliRunner().invoke(main, ["convert", str(tmp_path / "a"), str(tmp_path / "b")])
 
-    assert (ended.exit_code, "is not what was written" in ended.stderr) == (1, True)
+    assert (ended.exit_code, "is not what was written" in ended.stderr) == (2, True)
     assert not (tmp_path / "b").exists()
 
 
@@ -244,7 +278,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         ("there", "zarr", None, "exists"),
         ("a/b", "zarr", None, "inside"),
         ("foreign", "zarr", None, "Remove it"),
-        ("b", "hdf5", "zstd", "no compression"),
+        ("b", "hdf5", "gzip", "no store"),
         ("b", "tape", None, "no store"),
     ):
         with pytest.raises(CannotConvert, match=why):
@@ -255,7 +289,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
             convert(tmp_path / "a", tmp_path / "b", "zarr", None)
     assert not (tmp_path / "b.partial").exists()
     ended = CliRunner().invoke(main, ["convert", str(tmp_path / "nothing"), str(tmp_path / "b")])
-    assert (ended.exit_code, "does not exist" in ended.stderr) == (1, True)
+    assert (ended.exit_code, "does not exist" in ended.stderr) == (2, True)
 
 
 def test_another_store_than_the_interrupted_one_is_refused(tmp_path):

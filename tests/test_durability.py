@@ -73,9 +73,9 @@ class Recorded:
 
     def step(self, number: int) -> None:
         names = [name for name in SIZES if number >= int(name)]  # a stream more in each of the first steps
-        new = names[len(self._streams) :]
+        new = [_stream(i, names[i]) for i in range(len(self._streams), len(names))]
         self._streams += new
-        facts = {"streams": [_stream(name) for name in new], "commit": number}
+        facts = {"streams": new, "commit": number}
         facts["scalars"] = [{"step": number, "time": 1.0, "values": {"loss": float(number)}}]
         rows = np.zeros(len(names), writer._ROW_DTYPE)
         for i, name in enumerate(names):
@@ -103,8 +103,8 @@ class Recorded:
                 assert trace.tensor(step, name).tobytes() == data
 
 
-def _stream(name: str) -> dict:
-    return {"layer": name, "kind": "output", "path": "", "dtype": "uint8", "shape": [SIZES[name]]}
+def _stream(number: int, name: str) -> dict:
+    return {"id": number, "layer": name, "kind": "output", "path": "", "dtype": "uint8", "shape": [SIZES[name]]}
 
 
 @pytest.fixture
@@ -129,9 +129,9 @@ def recording(tmp_path):
         yield begin
 
 
-@pytest.mark.parametrize("store", ["zarr", "hdf5"])
-def test_whenever_the_power_fails_each_committed_step_is_whole(tmp_path, disk, recording, store):
-    recorded = recording("runs/a", store=store)
+@pytest.mark.parametrize(("store", "compression"), [("zarr", None), ("hdf5", None), ("hdf5", "zstd")])
+def test_whenever_the_power_fails_each_committed_step_is_whole(tmp_path, disk, recording, store, compression):
+    recorded = recording("runs/a", store=store, compression=compression)
     for step in range(7):
         recorded.step(step)
 
@@ -173,7 +173,7 @@ def test_the_array_that_shapes_share_is_on_the_disk_as_well(tmp_path, disk):
     memory = memoryview(mmap.mmap(-1, 1 << 20))
     write = writer.Writer(directory, PLAN | {"store": "zarr"}, memory)
     write.begin()
-    streams = [{**_stream("0"), "shape": [size]} for size in (64, 100, 4096, 300)]
+    streams = [{**_stream(i, "0"), "shape": [size]} for i, size in enumerate((64, 100, 4096, 300))]
     for step, stream in enumerate(streams):
         rows = np.zeros(1, writer._ROW_DTYPE)
         rows["step"], rows["stream"], rows["place"], rows["numel"] = step, step, 4096, stream["shape"][0]

@@ -304,3 +304,127 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert trace.status == "torn"
     assert trace.steps == list(range(50))
     assert recorded(trace)
+
+
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+@pytest.mark.parametrize("deed", ["set then kill", "set and kill before the commit", "kill then set"])
+def test_a_change_of_the_plan_and_a_death_of_the_writer_lose_nothing(tmp_path, deed, store):
+    """Tensors are asked for from step 6 on, so all streams begin anew there."""
+    record(tmp_path / "reference", 12, store=store)
+
+    def before_step(recorder, step: int) -> None:
+        if step == 5:
+            recorder.at_boundary(lambda: recorder.change({"tensors": True}))
+        if step == {"set then kill": 9, "kill then set": 3}.get(deed):
+            time.sleep(0.3)
+            process_of(recorder).kill()
+            process_of(recorder).wait()
+        if deed == "set and kill before the commit":
+            if step == 3:
+                time.sleep(0.3)
+                process_of(recorder).send_signal(signal.SIGSTOP)
+            if step == 8:
+                process_of(recorder).kill()
+                process_of(recorder).wait()
+
+    losses, warned = record(tmp_path / "a", 12, tensors=False, store=store, before_step=before_step)
+
+    assert len(warned) == 1, warned
+    trace, undisturbed = replay.open(tmp_path / "a"), replay.open(tmp_path / "reference")
+    assert (trace.status, trace.steps, trace.count) == ("sealed", list(range(12)), undisturbed.count)
+    assert {record["step"] for record in trace.records(where="kept").to_pylist()} == set(range(6, 12))
+    assert trace.not_kept == {"statistics only, as the plan says": undisturbed.count // 2}
+    whole = recorded(undisturbed)
+    assert differences(recorded(trace), {key: whole[key] for key in recorded(trace)}) == []
+    assert len(losses) == 12
+
+
+def test_tensors_that_are_switched_off_before_the_commit_of_earlier_ones_are_kept(tmp_path):
+    def before_step(recorder, step: int) -> None:
+        if step == 3:
+            time.sleep(0.3)
+            process_of(recorder).send_signal(signal.SIGSTOP)
+        if step == 5:
+            recorder.at_boundary(lambda: recorder.change({"tensors": False}))
+        if step == 8:
+            process_of(recorder).kill()
+            process_of(recorder).wait()
+
+    record(tmp_path / "a", 12, shapes=12, before_step=before_step)
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.steps == list(range(12))
+    assert {record["step"] for record in trace.records(where="kept").to_pylist()} == set(range(6))
+    assert set(trace.not_kept) == {"statistics only, as the plan says"}
+
+
+def test_notes_that_say_the_same_again_are_kept_by_another_writer(tmp_path):
+    wanted = {2: 2, 9: 1, 12: 2}
+
+    def before_step(recorder, step: int) -> None:
+        if step in wanted:
+            recorder.at_boundary(lambda: recorder.change({"every": wanted[step]}))
+        if step == 6:
+            time.sleep(0.3)
+            process_of(recorder).kill()
+            process_of(recorder).wait()
+
+    record(tmp_path / "a", 20, before_step=before_step)
+
+    notes = [note["note"] for note in replay.open(tmp_path / "a").notes if "plan was changed" in note["note"]]
+    assert [note.partition(": ")[2] for note in notes] == ["every 1 -> 2", "every 2 -> 1", "every 1 -> 2"]
+
+
+def test_notes_that_were_written_and_not_acknowledged_are_not_doubled(tmp_path):
+    def before_step(recorder, step: int) -> None:
+        control = recorder._recording._ring.control
+        if step == 2:
+            recorder.at_boundary(lambda: recorder.change({"containers": True}))
+        if step == 5:
+            time.sleep(0.5)
+            assert control.committed == 5
+            process_of(recorder).kill()
+            process_of(recorder).wait()
+            control.committed = 1
+
+    record(tmp_path / "a", 10, before_step=before_step)
+
+    notes = [note["note"] for note in replay.open(tmp_path / "a").notes]
+    assert sum("plan was changed" in note for note in notes) == 1
+
+
+def test_the_death_of_a_writer_that_fails_by_itself_is_told_in_its_own_words(tmp_path):
+    """It has closed its socket and takes a while to end."""
+    process = "import sys, time; time.sleep(0.3); print('out of luck', file=sys.stderr)"
+
+    def before_step(recorder, step: int) -> None:
+        if step == 5:
+            writer = recorder._recording._writer
+            process_of(recorder).kill()
+            process_of(recorder).wait()
+            writer._process = subprocess.Popen([sys.executable, "-c", process], stderr=writer._words)
+
+    _, warned = record(tmp_path / "a", 10, before_step=before_step)
+
+    assert len(warned) == 1
+    assert "out of luck" in warned[0]
+    assert "SIGKILL" not in warned[0]
+
+
+def test_a_number_of_a_stream_that_is_not_the_next_ends_the_recording_and_mislabels_nothing(tmp_path):
+    def before_step(recorder, step: int) -> None:
+        if step == 5:
+            time.sleep(0.3)
+            for facts in list(recorder._recording._ring.streams.values())[-1:]:
+                recorder._recording._ring.streams["skipped"] = {**facts, "id": facts["id"] + 1 + 1}
+        if step == 6:
+            time.sleep(0.3)
+
+    _, warned = record(tmp_path / "a", 20, before_step=before_step)
+
+    assert len(warned) == 1
+    assert "was announced where stream" in warned[0]
+    trace = replay.open(tmp_path / "a")
+    assert trace.steps == list(range(5))
+    assert trace.endings[0]["how"] == "failed"
+    assert "was announced where stream" in trace.endings[0]["detail"]

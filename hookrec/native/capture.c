@@ -502,8 +502,7 @@ static void conclude(const struct part *all, const char *source, int64_t numel, 
     out->n_neginf = all->n_neginf;
     out->n_zero = all->n_zero;
     if (all->n_finite == 0) {
-        out->min = out->max = out->absmax = out->mean = out->std = NAN;
-        out->l2 = 0;
+        out->min = out->max = out->absmax = out->mean = out->std = out->l2 = NAN;
         return;
     }
     double n = (double)all->n_finite;
