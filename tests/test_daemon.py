@@ -734,7 +734,9 @@ def test_a_root_that_vanishes_is_said_and_waited_for(tmp_path):
     assert bench.said.getvalue().count("cannot be read: No such file or directory") == 1
 
 
-@pytest.mark.parametrize("where", ["new", "moved", "linked", "in a folder without events"])
+@pytest.mark.parametrize(
+    "where", ["linked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("new", "moved"))]
+)
 def test_without_a_single_event_an_alert_takes_a_poll(tmp_path, where):
     """As over NFS, where none arrives."""
     root = tmp_path / "root"
