@@ -56,13 +56,14 @@ def main() -> None:
     parser.add_argument("--traces", type=int, default=50)
     parser.add_argument("--steps", type=float, default=20.0, help="a second, of each trace")
     parser.add_argument("--poll", default="1", help="of the daemon")
+    parser.add_argument("--no-rules", action="store_true", help="of replay check; the condition alone")
     chosen = parser.parse_args()
     committed: multiprocessing.Queue[float | None] = multiprocessing.Queue()
     found: list[float] = []
     with tempfile.TemporaryDirectory(dir=".") as folder:
         root = Path(folder)
         command = [sys.executable, "-m", "hookrec.cli", "daemon", folder, "--json"]
-        command += ["--when", "n_nan > 0", "--poll", chosen.poll]
+        command += ["--when", "n_nan > 0", "--poll", chosen.poll, *(["--no-rules"] if chosen.no_rules else [])]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as daemon:
             listener = Thread(target=listen, args=(daemon, found))
             listener.start()

@@ -25,15 +25,16 @@ from hookrec.metrics import Pulse
 from hookrec.quota import Quota
 from hookrec.watched import Duties, Watched
 from replay.catalog import find_traces
-from replay.format import TRACE_FILE, parsed, write_whole
+from replay.format import DAEMON_DIRECTORY, DAEMON_LOCK_FILE, TRACE_FILE, parsed, write_whole
 from replay.printable import printable
 
-STATE_DIRECTORY = ".hookrec-daemon"
 _PLACES_FILE = "places.json"
 _WALK_SHARE = 20.0  # the folders are walked through in at most this share of the time
 _ROUND_S = 0.5  # what traces that are not live may take of a round
 _SAVE_S = 10.0
 _QUOTA_S = 60.0
+_TRIES = 3
+_TRY_S = 0.05
 
 
 @contextlib.contextmanager
@@ -48,10 +49,10 @@ def only_one(root: Path) -> Iterator[None]:
         raise DaemonError(f"{printable(root)} {what}. Name the folder that has the traces below it, or make it.")
     if (root / TRACE_FILE).exists():
         raise DaemonError(f"{printable(root)} is a trace. Name the folder above, {printable(root.absolute().parent)}.")
-    directory = root / STATE_DIRECTORY
+    directory = root / DAEMON_DIRECTORY
     try:
         directory.mkdir(exist_ok=True)
-        fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(directory / DAEMON_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise DaemonError(
             f"{printable(root)} cannot be written to ({error.strerror}), and the daemon keeps its lock and the alerts "
@@ -59,7 +60,7 @@ def only_one(root: Path) -> Iterator[None]:
         ) from None
     try:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(fd)
         except BlockingIOError:
             pid, _, host = os.pread(fd, 200, 0).decode("utf-8", "replace").strip().partition(" ")
             by = f"by process {pid} on {host}. Stop that one first, with: kill {pid}" if pid else "by another daemon."
@@ -70,6 +71,18 @@ def only_one(root: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _lock(fd: int) -> None:
+    """Take the lock, which somebody who asks whether there is a daemon may hold for a moment."""
+    for left in reversed(range(_TRIES)):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if not left:
+                raise
+            time.sleep(_TRY_S)
 
 
 class Daemon:
@@ -97,7 +110,7 @@ class Daemon:
         self._waiting: deque[Watched] = deque()
         self._folders: list[Path] = []
         self._next_walk = self._next_save = self._next_quota = float("-inf")
-        self._places_path = root / STATE_DIRECTORY / _PLACES_FILE
+        self._places_path = root / DAEMON_DIRECTORY / _PLACES_FILE
         self._saved = self._load()
 
     def traces(self) -> list[Path]:
@@ -156,7 +169,7 @@ class Daemon:
         """Find out which traces there are."""
         began = time.perf_counter()
         tree = find_traces(self._root, self._unreadable)
-        folders = (folder for folder in tree.folders if folder.name != STATE_DIRECTORY)
+        folders = (folder for folder in tree.folders if folder.name != DAEMON_DIRECTORY)
         self._folders = sorted(folders, key=lambda folder: len(folder.parts))
         for path in self._watched.keys() - set(tree.traces):
             self._watched.pop(path)

@@ -27,6 +27,7 @@ from hookrec.client import Unreachable, check_process, socket_of
 
 _STOPPED_S = 120.0  # to end a debugger in the middle of a call would do harm
 _REMOTE_EXEC = (3, 14)
+_PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _HERE = Path(__file__).resolve().parent
 
 Say = Callable[[str], None]
@@ -107,11 +108,10 @@ def _check_torch(pid: int) -> None:
 
 def _check_rights(pid: int) -> None:
     """Say what forbids to trace a process, as far as it can be known before it is tried."""
-    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    setting = scope.read_text().strip() if scope.exists() else "0"
+    setting = _PTRACE_SCOPE.read_text().strip() if _PTRACE_SCOPE.exists() else "0"
     if setting == "3" or (setting in ("1", "2") and os.geteuid() != 0):
         raise Unreachable(
-            f"The system does not let one process look into another ({scope} is {setting}). As root: "
+            f"The system does not let one process look into another ({_PTRACE_SCOPE} is {setting}). As root: "
             f"`sysctl kernel.yama.ptrace_scope=0`, or run hookrec attach as root; else restart the training "
             "under `hookrec run`."
         )

@@ -1,5 +1,6 @@
 """`replay alerts`: what the rules of a daemon found in a trace."""
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import click
 from replay.alerts import read_alerts
 from replay.command_line import json_option, print_rows, say, trace_argument
 from replay.documents import read_identity
+from replay.format import DAEMON_DIRECTORY, DAEMON_LOCK_FILE
 from replay.printable import printable
+from replay.seal import is_locked
 
 _COLUMNS = ("time", "severity", "rule", "rank", "layer", "kind", "first_step", "message")
 
@@ -28,7 +31,16 @@ def alerts(trace: Path, as_json: bool) -> None:
     elif found:
         print_rows([{name: _cell(getattr(alert, name)) for name in _COLUMNS} for alert in found], as_json)
     else:
-        say(f"{printable(trace)} has no alert. `hookrec daemon` writes them as it watches a folder.", err=True)
+        say(f"{printable(trace)} has no alert, and {_watched(trace)}", err=True)
+
+
+def _watched(trace: Path) -> str:
+    """Say whether a daemon would write one; locks do not reach every machine."""
+    for root in trace.absolute().parents:
+        with contextlib.suppress(OSError):
+            if is_locked(root / DAEMON_DIRECTORY, DAEMON_LOCK_FILE):
+                return f"a daemon watches {printable(root)}."
+    return "no daemon of this machine watches it. `hookrec daemon ROOT` watches what is below a folder."
 
 
 def _cell(value: object) -> object:

@@ -38,6 +38,8 @@ DROPPED_FILE = "tensors-dropped.json"
 ALERTS_FILE = "alerts.jsonl"
 SENT_FILE = "alerts-sent.jsonl"
 PINNED_FILE = "pinned"
+DAEMON_DIRECTORY = ".hookrec-daemon"
+DAEMON_LOCK_FILE = "lock"
 
 KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")
 MODES = ("train", "eval")

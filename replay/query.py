@@ -41,6 +41,7 @@ _TYPES = {"rank": pa.int32(), "mode": _NAME, "kept": pa.bool_(), **_OF_STREAM, *
 _KEY = ("rank", "step", "layer", "kind", "call", "path")
 RECORDS = pa.schema([(name, _TYPES[name]) for name in (*_KEY, "micro", "mode", "dtype", "shape", "kept", *STATISTICS)])
 """The columns of `Trace.records`."""
+_NUMBER = "number of the record"
 _COLUMNS = (*RECORDS.names, "nbytes", "stream")
 
 
@@ -99,14 +100,18 @@ def records_where(records: pa.Table, where: str, connection: "duckdb.DuckDBPyCon
         if connection is None:
             connection = stack.enter_context(connect())
         stack.callback(connection.unregister, "records")
-        connection.register("records", records)
-        return _rows_where(connection, where, RECORDS.names).cast(records.schema)
+        # Most often nothing is found. So DuckDB gives numbers, and reads no column but those of the condition.
+        connection.register("records", records.append_column(_NUMBER, pa.array(np.arange(len(records)))))
+        numbers = _rows_where(connection, where, RECORDS.names, [_NUMBER])[_NUMBER].to_numpy()
+        return records.take(np.sort(numbers))
 
 
-def _rows_where(connection: "duckdb.DuckDBPyConnection", where: str, columns: Sequence[str]) -> pa.Table:
+def _rows_where(
+    connection: "duckdb.DuckDBPyConnection", where: str, columns: Sequence[str], wanted: Sequence[str] = RECORDS.names
+) -> pa.Table:
     import duckdb
 
-    query = f"select {_names(RECORDS.names)} from records where (\n{where}\n)"
+    query = f"select {_names(wanted)} from records where (\n{where}\n)"
     try:
         if len(connection.extract_statements(query)) != 1:
             raise BadQuery(f"where={where!r} is more than one condition. Join conditions by `and`, `or`.")

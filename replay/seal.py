@@ -137,10 +137,10 @@ def is_sealed(rank_directory: Path) -> bool:
     return (rank_directory / END_FILE).exists()
 
 
-def is_locked(rank_directory: Path) -> bool:
-    """Whether a writer is at work on the rank."""
+def is_locked(directory: Path, file: str = LOCK_FILE) -> bool:
+    """Whether a writer is at work on the rank, or whoever else locks a file in a directory."""
     try:
-        fd = os.open(rank_directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(directory / file, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:

@@ -411,33 +411,76 @@ def test_the_injected_code_listens_keeps_silent_and_leaves_no_name(folder):
     exec(inject.code_to_listen().replace(".listen()", ".nothing()"), {})
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not (inject._installed("gdb") or inject._installed("lldb")), reason="no debugger is installed")
-def test_a_process_that_never_heard_of_us_is_attached_to_by_a_debugger(tmp_path, folder):
+NEVER_HEARD_OF_US = """
+import select, sys, time, torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.3), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+losses = []
+print("ready", flush=True)
+for step in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    loss = net(torch.randn(4, 3)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item().hex())
+    if int(sys.argv[2]): time.sleep(0.004)
+    del loss
+print("done", sorted(name for name in globals() if not name.startswith("__")))
+print(*losses)
+"""
+
+
+@pytest.fixture
+def debugger():
+    if not (inject._installed("gdb") or inject._installed("lldb")):
+        pytest.skip("no debugger is installed")
     try:
-        inject._working_debugger(None, print)
+        return inject._working_debugger(None, print)
     except client.Unreachable as error:
         pytest.skip(str(error))
-    code = """
-import sys, torch
-net = torch.nn.Linear(3, 1)
-optimizer = torch.optim.SGD(net.parameters(), 0.1)
-print("ready", flush=True)
-losses = []
-import select
-while not select.select([sys.stdin], [], [], 0.005)[0]:
-    optimizer.zero_grad(); net(torch.ones(2, 3)).sum().backward(); optimizer.step()
-print("done", sorted(name for name in globals() if not name.startswith("__")))
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        process.stdout.readline()
-        result = command("attach", process.pid, "-o", tmp_path / "a")
-        time.sleep(0.5)
-        out, err = process.communicate("\n")
 
-    assert result.exit_code == 0, result.output
-    assert (process.returncode, err) == (0, "")
-    assert out == "done ['losses', 'net', 'optimizer', 'select', 'sys', 'torch']\n"
-    assert len(replay.open(tmp_path / "a").steps) > 5
+
+def run_unaware(steps: int, *, slowly: bool) -> subprocess.Popen:
+    command = [sys.executable, "-c", NEVER_HEARD_OF_US, str(steps), str(int(slowly))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("times", [20])
+def test_a_process_that_never_heard_of_us_is_attached_to_by_a_debugger(tmp_path, folder, debugger, times):
+    """Recorded for a hundred steps, detached, and the training is bit for bit what it would have been."""
+    steps = 3000
+    bare, errors = run_unaware(steps, slowly=False).communicate()
+    assert errors == ""
+    for number in range(times):
+        process = run_unaware(steps, slowly=True)
+        path = tmp_path / str(number)
+        attached = command("attach", process.pid, "-o", path, "--debugger", Path(debugger).name.partition("-")[0])
+        while len(replay.open(path).steps) < 100 and process.poll() is None:
+            time.sleep(0.05)
+        detached = command("detach", process.pid)
+        out, errors = process.communicate()
+
+        assert (attached.exit_code, detached.exit_code) == (0, 0), attached.output + detached.output
+        assert (process.returncode, errors) == (0, "")
+        assert out == bare
+        trace = replay.open(path)
+        assert trace.steps == list(range(len(trace.steps)))
+        assert len(trace.steps) >= 100
+        assert len(trace.records(steps=slice(1, 100))) == 99 * 8
+        assert trace.endings[0]["how"] == "detached"
+
+
+@pytest.mark.slow
+def test_a_wrong_number_leaves_the_training_alone_that_a_debugger_could_reach(tmp_path, folder, debugger):
+    process = run_unaware(100, slowly=True)
+    wrong = command("attach", os.getppid() if os.getppid() > 1 else 1, "-o", tmp_path / "a")
+    _, errors = process.communicate()
+
+    assert wrong.exit_code == 3
+    assert (process.returncode, errors) == (0, "")
+    assert not (tmp_path / "a").exists()

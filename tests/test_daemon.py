@@ -715,3 +715,60 @@ def test_what_the_rules_of_replay_find_is_an_alert(tmp_path):
 
     alert = next(iter(read_alerts(tmp_path / "a")))
     assert (alert.rule, alert.layer, alert.first_step) == ("non-finite", "y", 2)
+
+
+def test_a_root_that_vanishes_is_said_and_waited_for(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    bench = Bench(root, "n_nan > 0")
+    bench.look()
+    shutil.rmtree(root)
+    for _ in range(3):
+        bench.look()
+    bench.daemon.save()
+    root.mkdir()
+    WrittenTrace(root / "a").commit(0, n_nan={"0": 1})
+    bench.look()
+
+    assert bench.post.got == [("a", "0")]
+    assert bench.said.getvalue().count("cannot be read: No such file or directory") == 1
+
+
+@pytest.mark.parametrize(
+    "where", ["linked", *(pytest.param(name, marks=pytest.mark.slow) for name in ("new", "moved"))]
+)
+def test_without_a_single_event_an_alert_takes_a_poll(tmp_path, where):
+    """As over NFS, where none arrives."""
+    root = tmp_path / "root"
+    (root / "old").mkdir(parents=True)
+    began: list[float] = []
+    found: list[float] = []
+
+    class NoEvents:
+        def watch(self, folders):
+            return False
+
+        def wait(self, timeout_s):
+            time.sleep(timeout_s)
+
+    def happen():
+        place = tmp_path / "elsewhere/a" if where in ("moved", "linked") else root / "old/deeper/a"
+        trace = WrittenTrace(place)
+        trace.commit(0)
+        if where == "moved":
+            (tmp_path / "elsewhere").rename(root / "old/here")
+        elif where == "linked":
+            (root / "link").symlink_to(tmp_path / "elsewhere")
+        time.sleep(0.5)
+        trace.commit(1, n_nan={"0": 1})
+        began.append(time.monotonic())
+
+    bench = Bench(root, "n_nan > 0")
+    bench.post.put = lambda *_: found.append(time.monotonic())
+    happening = threading.Thread(target=happen)
+    happening.start()
+    watch(bench.daemon, NoEvents(), 0.3, lambda: bool(found) or bool(began and time.monotonic() > began[0] + 5))
+    happening.join()
+
+    assert found
+    assert found[0] - began[0] < 0.3 + 0.5

@@ -1,7 +1,10 @@
 """`docs/integrations.md`: its scripts run as they stand, and record what the page says."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -40,3 +43,30 @@ def test_a_script_of_the_page_records_its_training(tmp_path, monkeypatch, sectio
     assert trace.steps == list(range(steps))
     assert names <= set(trace.scalars()["name"].to_pylist())
     assert set(trace.records()["mode"].to_pylist()) == {"train"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("section", "one", "two", "steps"),
+    [
+        ("transformers", "use_cpu=True", 'use_cpu=True, ddp_backend="gloo"', 4),
+        ("Lightning", 'accelerator="cpu"', 'accelerator="cpu", devices=2, strategy="ddp"', 4),
+        ("Accelerate", "", "", 2),
+    ],
+)
+def test_a_script_of_the_page_records_two_ranks_into_one_trace(tmp_path, section, one, two, steps):
+    library = WANTED[section][0]
+    pytest.importorskip(library)
+    (script,) = re.findall(r"```python\n(.*?)```", SCRIPTS[section], re.DOTALL)
+    (tmp_path / "it.py").write_text(script.replace(one, two) if one else script)
+    launch = [] if section == "Lightning" else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+
+    ended = subprocess.run(
+        [sys.executable, *launch, "it.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+    )
+
+    assert ended.returncode == 0, ended.stderr
+    trace = replay.open(tmp_path / "runs" / library)
+    assert (trace.ranks, trace.steps) == ([0, 1], list(range(steps)))
+    assert {end["how"] for end in trace.endings.values()} == {"detached"}

@@ -16,6 +16,7 @@ import replay
 from hookrec import recorder
 from hookrec.cli import main
 from hookrec.errors import HookrecError
+from hookrec.writer_process import WriterProcess
 from tests.writer_in_process import WriterInProcess
 
 ROWS = 16
@@ -170,6 +171,19 @@ class TestTransformers:
         assert trace.steps[:3] == [0, 1, 2]
 
     @pytest.mark.slow
+    def test_a_failure_that_was_caught_leaves_no_recorder_with_an_old_model(self, tmp_path):
+        callback = self.callback(tmp_path / "a")
+        failing, net = Net(fail_at=1), Net()
+        with pytest.raises(ValueError, match="on purpose"):
+            self.train(failing, tmp_path / "out", [callback])
+
+        with pytest.raises(hookrec.AttachError, match="holds a trace already"):
+            self.train(net, tmp_path / "out", [callback])
+
+        assert (failing.body._forward_hooks, net.seen) == ({}, [])
+        assert replay.open(tmp_path / "a").endings[0]["how"] == "detached"
+
+    @pytest.mark.slow
     def test_a_training_that_goes_on_from_a_checkpoint_says_from_which_step(self, tmp_path):
         self.train(Net(), tmp_path / "out", save_strategy="steps", save_steps=5)
         net = Net()
@@ -179,6 +193,25 @@ class TestTransformers:
         trace = replay.open(tmp_path / "a")
         assert trace.steps == [0, 1, 2]
         assert scalars(trace)["global_step"] == {0: 5.0}
+
+    @pytest.mark.slow
+    def test_a_training_that_is_resumed_goes_on_in_its_trace_at_the_step_of_the_checkpoint(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(recorder, "WriterProcess", WriterProcess)
+        bare = Net()
+        self.train(bare, tmp_path / "bare")
+        saving = {"save_strategy": "steps", "save_steps": 3}
+        path = tmp_path / "a"
+        with pytest.raises(ValueError, match="on purpose"), self.callback(path, resume=True) as callback:
+            self.train(Net(fail_at=5), tmp_path / "out", [callback], **saving)
+
+        checkpoint = str(tmp_path / "out/checkpoint-3")
+        self.train(Net(), tmp_path / "out", [self.callback(path, resume=True)], checkpoint, **saving)
+
+        trace = replay.open(path)
+        assert trace.steps == list(range(8))
+        for step, output in enumerate(bare.seen):
+            assert trace.tensor(step, "net.head").tobytes() == output.numpy().tobytes()
+        assert "global_step" not in scalars(trace)
 
     def test_where_there_is_a_trace_already_nothing_is_trained(self, tmp_path):
         hookrec.attach(Net(), tmp_path / "a", **SMALL).detach()
@@ -289,6 +322,26 @@ class TestLightning:
         trace = replay.open(tmp_path / "a")
         assert trace.steps == [0, 1, 2, 3]
         assert scalars(trace)["global_step"] == {0: 4.0}
+
+    @pytest.mark.slow
+    def test_a_training_that_is_resumed_goes_on_in_its_trace_at_the_step_of_the_checkpoint(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(recorder, "WriterProcess", WriterProcess)
+        bare = Net()
+        self.train(bare, tmp_path / "bare")
+        path = tmp_path / "a"
+        trainer = self.train(
+            Net(), tmp_path / "out", [self.callback(path, resume=True)], max_epochs=1, enable_checkpointing=True
+        )
+        saved = trainer.checkpoint_callback.best_model_path
+
+        self.train(Net(), tmp_path / "out2", [self.callback(path, resume=True)], resume=saved, max_epochs=2)
+
+        trace = replay.open(path)
+        assert trace.steps == list(range(8))
+        for step, output in enumerate(bare.seen):
+            assert trace.tensor(step, "head").tobytes() == output.numpy().tobytes()
+        assert list(scalars(trace)["train/loss_step"]) == trace.steps
+        assert "global_step" not in scalars(trace)
 
     @pytest.mark.slow
     def test_a_module_with_parameters_of_its_own_is_recorded_as_a_whole(self, tmp_path):
@@ -485,7 +538,7 @@ class TestTensorBoard:
 
         result = CliRunner().invoke(main, ["tensorboard", *(argument.format(**places) for argument in arguments)])
 
-        assert (result.exit_code, words in result.output) == (1, True), result.output
+        assert (result.exit_code, words in result.output) == (2, True), result.output
         assert not (tmp_path / "logs").exists()
 
     def test_without_tensorboard_one_message_says_what_to_install(self, tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def test_two_that_ask_at_once_have_the_traces_read_once(tmp_path, monkeypatch):
 def test_what_is_no_address_is_refused(tmp_path, where):
     result = CliRunner().invoke(main, ["daemon", str(tmp_path), "--metrics", where])
 
-    assert (result.exit_code, "is no address" in result.output) == (1, True), result.output
+    assert (result.exit_code, "is no address" in result.output) == (2, True), result.output
 
 
 def test_an_address_that_is_taken_or_not_ours_is_refused(tmp_path):
@@ -156,7 +156,7 @@ def test_without_the_library_one_message_says_what_to_install(tmp_path, monkeypa
 
     result = CliRunner().invoke(main, ["daemon", str(tmp_path), "--metrics", "127.0.0.1:0"])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "pip install 'hookrec[metrics]'" in result.output
 
 

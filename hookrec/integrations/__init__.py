@@ -9,6 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def resumed(options: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Return options of `attach` in which `resume=True` is the step that the library goes on with.
+
+    It knows from its checkpoint, which may be older than what was recorded last.
+    """
+    return {**options, "resume": step} if options.get("resume") is True else dict(options)
+
+
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """Return those of some logged values that are numbers, or tensors of one."""
     found = {}

@@ -53,7 +53,8 @@ class HookrecHandler:
         return self
 
     def _begin(self, engine: Engine) -> None:
-        self.recorder, self._steps = attach(self._model, self._path, **self._options), 0
+        self.recorder = attach(self._model, self._path, **self._options)
+        self._steps = self.recorder.steps
         if engine.state.iteration:
             self.recorder.log(iteration=engine.state.iteration)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookrec.integrations import numbers
+from hookrec.integrations import numbers, resumed
 from hookrec.recorder import Recorder, attach
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ class HookrecCallback(Callback):
     """Records the training of a `Trainer`: `Trainer(..., callbacks=[HookrecCallback("runs/a")])`.
 
     Sanity checks and validation are left out. What the module logs is in the trace as scalars, as often as Lightning
-    logs, and so is `global_step`, once, if the training was resumed from a checkpoint: step 0 of the trace is that one.
+    logs. With `resume=True` a training that goes on from a checkpoint goes on in its trace, at that step (where the
+    module optimizes by hand, after the last step of the trace). Without, the scalar `global_step` says which one step 0
+    is.
 
     Args:
         path: the directory of the trace.
@@ -48,9 +50,11 @@ class HookrecCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to record: sanity checks are over."""
-        self.recorder = attach(_models_of(pl_module), self._path, **self._options)
-        self._steps, self._seen, self._said = 0, dict(trainer.logged_metrics), set()
-        if trainer.global_step:
+        # Of several optimizers Lightning counts each step, and we those of the first.
+        options = resumed(self._options, trainer.global_step) if pl_module.automatic_optimization else self._options
+        self.recorder = attach(_models_of(pl_module), self._path, **options)
+        self._steps, self._seen, self._said = self.recorder.steps, dict(trainer.logged_metrics), set()
+        if trainer.global_step != self.recorder.steps:
             self.recorder.log(global_step=trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:

@@ -10,15 +10,16 @@ from typing import Any, Self
 
 from transformers import TrainerCallback
 
-from hookrec.integrations import numbers
+from hookrec.integrations import numbers, resumed
 from hookrec.recorder import Recorder, attach
 
 
 class HookrecCallback(TrainerCallback):
     """Records the training of a `Trainer`: `Trainer(..., callbacks=[HookrecCallback("runs/a")])`.
 
-    Evaluations are left out. What the `Trainer` logs is in the trace as scalars, and so is `global_step`, once, if the
-    training was resumed from a checkpoint: step 0 of the trace is that one.
+    Evaluations are left out. What the `Trainer` logs is in the trace as scalars. With `resume=True` a training that
+    goes on from a checkpoint goes on in its trace, at that step. Without, the scalar `global_step` says which one step
+    0 is.
 
     Used in a `with` statement, an exception that leaves it is noted as the end of the trace. Without one that is so if
     the exception ends the process.
@@ -38,9 +39,12 @@ class HookrecCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin to record; where the `Trainer` begins again, as with `auto_find_batch_size`, go on."""
+        model = more["model"]
+        if self.recorder is not None and not self.recorder.holds(model.parameters()):
+            self.recorder.detach()  # of a training that failed, and nobody said so
         if self.recorder is None or not self.recorder.active:
-            self.recorder = attach(more["model"], self._path, **self._options)
-            if state.global_step:
+            self.recorder = attach(model, self._path, **resumed(self._options, state.global_step))
+            if state.global_step != self.recorder.steps:
                 self.recorder.log(global_step=state.global_step)
         if args.eval_on_start:
             self.recorder.pause()
