@@ -101,6 +101,8 @@ class Rebuilder:
             entry = self._entries.get(layer)
             if entry is None:
                 raise NotRunnable("is the result of a function, no module")
+            if not entry.get("leaf", True):
+                raise NotRunnable("is made of other layers, which are run one by one")
             module = _from_entry(entry)
             names = [parameter["name"] for parameter in entry["parameters"]]
             if set(names) != set(own_parameters(module)):

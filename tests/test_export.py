@@ -195,6 +195,15 @@ def test_parts_by_steps_have_their_steps_and_no_others(tmp_path):
     assert found.fetchall() == [(250,)]
 
 
+def test_nothing_is_not_divided(tmp_path):
+    write_trace(tmp_path / "a", [{"step": 0, "layer": "0"}])
+
+    refused = ask(tmp_path / "a", tmp_path / "out", "--partition", "layer", "--layers", "nothing")
+
+    assert refused.exit_code == 1
+    assert not list(tmp_path.glob("out*"))
+
+
 @pytest.mark.parametrize("partition", ["layers", "step", "step:0", "step:-1", "step:x", "layer:3", ""])
 def test_a_partition_that_is_none_is_refused(partition, tmp_path):
     write_trace(tmp_path / "a", [{"step": 0, "layer": "0"}])

@@ -227,6 +227,31 @@ def test_a_layer_that_was_changed_is_not_taken_for_one_of_its_class(change, tmp_
         assert found[0].verdict == NOT_RUNNABLE
 
 
+def test_containers_and_operations_say_what_they_are(tmp_path):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.add(x, self.linear(x))
+
+    trace = record(tmp_path / "a", nn.Sequential(Block()), torch.randn(2, 4), containers=True, ops=("add",))
+
+    found = {v.layer: v.why or v.verdict for v in rerun(trace, 1)}
+    assert found["0.linear"] == EXPLAINED
+    assert "made of other layers" in found["0"]
+    assert "result of a function" in found["0/add#0"]
+
+
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_traces_of_each_store_that_are_not_sealed_are_run_again(store, tmp_path):
+    trace = record(tmp_path / "a", nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), store=store)
+    (tmp_path / "a/rank-00000/end.json").unlink()
+
+    assert verdicts(replay.open(trace.path)) == {"0": EXPLAINED}
+
+
 def make_model():
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 4), Scaled(), Noisy())
