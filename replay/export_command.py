@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import filter_options, say, trace_argument
+from replay.command_line import attempt_option, filter_options, say, trace_argument
 from replay.errors import BadQuery
 
 _SUFFIXES = {
@@ -59,6 +59,7 @@ docs/questions/tables.md shows how other programs read these files."""
     help="With --follow, seconds between two looks.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@attempt_option
 def export(
     trace: Path,
     out: Path,
@@ -71,6 +72,7 @@ def export(
     follow: bool,
     poll_s: float,
     overwrite: bool,
+    attempt: int | None,
 ) -> None:
     """Write records to a file, one row a record, for pandas, polars, DuckDB, Spark; or tensors, for numpy and torch."""
     into_folder = partition is not None or follow
@@ -81,20 +83,22 @@ def export(
         raise click.UsageError("--overwrite replaces a file, no folder. Remove the folder first.")
     if into_folder and chosen != "parquet":
         raise click.UsageError(f"A folder of files is of Parquet, not {chosen}.")
-    opened = replay.open(trace)
+    if follow and attempt is not None:
+        raise click.UsageError("--follow goes with the latest attempt; it takes no --attempt.")
+    opened = replay.open(trace, attempt)
     if follow:
         _follow(opened, out, layers, kinds, where, tensors=tensors, poll_s=poll_s)
         return
     selection = opened.select(layers or None, kinds or None, where=where)
     if chosen == "parquet":
-        selection.to_parquet(out, tensors=tensors, overwrite=overwrite, partition=partition)
+        count = selection.to_parquet(out, tensors=tensors, overwrite=overwrite, partition=partition)
     elif chosen == "arrow":
-        selection.to_arrow(out, tensors=tensors, overwrite=overwrite)
+        count = selection.to_arrow(out, tensors=tensors, overwrite=overwrite)
     elif chosen == "npz":
-        selection.to_npz(out, overwrite=overwrite)
+        count = selection.to_npz(out, overwrite=overwrite)
     else:
-        selection.to_safetensors(out, overwrite=overwrite)
-    say(f"wrote {out}", err=True)
+        count = selection.to_safetensors(out, overwrite=overwrite)
+    say(f"wrote {out}: {count:,} records", err=True)
 
 
 def _format_of(out: Path, given: str | None, *, into_folder: bool) -> str:

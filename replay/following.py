@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from replay.errors import TraceDamaged, TraceNotFound
-from replay.filters import Names, globs_of, matches
+from replay.filters import Names, check_globs, globs_of, matches
 from replay.follow import Follower
 from replay.query import records_where
 from replay.trace import Trace
@@ -45,7 +45,7 @@ def follow(
 
     Raises:
         TraceNotFound: there is no trace, or none after `wait_s`.
-        BadQuery: a filter cannot be understood.
+        BadQuery: a filter cannot be understood; at the end, if a glob has matched nothing in any of them.
     """
     for _, records in follow_all([trace], poll_s, layers=layers, kinds=kinds, where=where, wait_s=wait_s):
         yield records
@@ -66,6 +66,7 @@ def follow_all(
     followers = {trace: Follower(trace.path) for trace in going}
     written = dict.fromkeys(going, time.monotonic())
     wanted = globs_of(layers), globs_of(kinds)
+    every = list(going)
     while going:
         for trace in list(going):
             status = trace.status  # before the look: what is sealed now has nothing that the look would miss
@@ -79,6 +80,10 @@ def follow_all(
                 going.remove(trace)
         if going:
             time.sleep(poll_s)
+    # Only now, since what is not there yet may come.
+    whose = ", ".join(str(trace.refresh().path) for trace in every)
+    for what, globs in zip(("layer", "kind"), wanted, strict=True):
+        check_globs(what, globs, list(dict.fromkeys(name for t in every for name in getattr(t, f"{what}s"))), whose)
 
 
 def narrowed(

@@ -116,8 +116,8 @@ class Selection:
 
     def to_parquet(
         self, path: str | Path, *, tensors: bool = False, overwrite: bool = False, partition: str | None = None
-    ) -> None:
-        """Write the records to a Parquet file, one row a record.
+    ) -> int:
+        """Write the records to a Parquet file, one row a record; return how many there are.
 
         Args:
             path: the file; with `partition`, a folder that is not there yet.
@@ -136,8 +136,7 @@ class Selection:
 
         if partition is None:
             with new_file(Path(path), overwrite=overwrite) as partial:
-                self._write(*self._table(tensors), partial, pq.ParquetWriter, compression="zstd")
-            return
+                return self._write(*self._table(tensors), partial, pq.ParquetWriter, compression="zstd")
         with new_folder(Path(path)) as partial:
             table, dtype = self._table(tensors)
             if not len(table):
@@ -145,30 +144,32 @@ class Selection:
             for name, part in divided(table, partition):
                 (partial / name).mkdir()
                 self._write(part, dtype, partial / name / "part-0.parquet", pq.ParquetWriter, compression="zstd")
+        return len(table)
 
-    def to_arrow(self, path: str | Path, *, tensors: bool = False, overwrite: bool = False) -> None:
-        """Write the records to an Arrow IPC file (Feather, version 2), which can be mapped into memory.
+    def to_arrow(self, path: str | Path, *, tensors: bool = False, overwrite: bool = False) -> int:
+        """Write the records to an Arrow IPC file (Feather, version 2), which can be mapped; return how many there are.
 
         The arguments and errors are those of `to_parquet`.
         """
         with new_file(Path(path), overwrite=overwrite) as partial:
-            self._write(*self._table(tensors), partial, pa.ipc.new_file)
+            return self._write(*self._table(tensors), partial, pa.ipc.new_file)
 
     def _table(self, tensors: bool) -> tuple[pa.Table, np.dtype[Any] | None]:
         """The records, and the dtype of their values if those are wanted."""
         table = plain(self.stats())
         return table, common_dtype(table["dtype"].unique().to_pylist()) if tensors else None
 
-    def _write(self, table: pa.Table, dtype: np.dtype[Any] | None, path: Path, writer_of: Any, **options: Any) -> None:
+    def _write(self, table: pa.Table, dtype: np.dtype[Any] | None, path: Path, writer_of: Any, **options: Any) -> int:
         schema, parts = table.schema, iter([table])
         if dtype is not None:
             schema, parts = with_values(table, self._tensor, dtype)
         with writer_of(path, schema, **options) as writer:
             for part in parts:
                 writer.write_table(part)
+        return len(table)
 
-    def to_npz(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Write the tensors to a file for `numpy.load`.
+    def to_npz(self, path: str | Path, *, overwrite: bool = False) -> int:
+        """Write the tensors to a file for `numpy.load`; return how many there are.
 
         Tensors that are alike but for their step are one array, `LAYER/KIND/data`, of shape `(row, *shape)`;
         `LAYER/KIND/step`, `call` and `micro` say which row is what. Names are those of `to_xarray`. bfloat16 and float8
@@ -178,13 +179,13 @@ class Selection:
             BadQuery: the file exists, or cannot be written.
             NotRecorded: no tensor of the selection was kept.
         """
-        self._write_arrays(Path(path), write_npz, overwrite=overwrite)
+        return self._write_arrays(Path(path), write_npz, overwrite=overwrite)
 
-    def to_safetensors(self, path: str | Path, *, overwrite: bool = False) -> None:
+    def to_safetensors(self, path: str | Path, *, overwrite: bool = False) -> int:
         """Write the tensors to a safetensors file, in their own dtypes; names and errors are those of `to_npz`."""
-        self._write_arrays(Path(path), write_safetensors, overwrite=overwrite)
+        return self._write_arrays(Path(path), write_safetensors, overwrite=overwrite)
 
-    def _write_arrays(self, path: Path, write: Callable[..., None], *, overwrite: bool) -> None:
+    def _write_arrays(self, path: Path, write: Callable[..., None], *, overwrite: bool) -> int:
         with new_file(path, overwrite=overwrite) as partial:
             groups = self._alike()
             if not groups:
@@ -192,3 +193,4 @@ class Selection:
                     f"No tensor of this selection of {self.trace.path} was kept; its statistics go to Parquet or Arrow."
                 )
             write(partial, groups, self._tensor)
+        return sum(len(group.records) for group in groups)
