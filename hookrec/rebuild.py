@@ -84,7 +84,7 @@ class Rebuilder:
         self._rank = rank
         self._made = made or {}
         self._entries = {entry["name"]: entry for entry in trace.modules(rank)}
-        columns = trace.records(kinds="input", steps=step, where=f"rank = {rank}")
+        columns = trace.records(steps=step, where=f"rank = {rank} and kind = 'input'")
         self._inputs: dict[tuple[str, int], list[str]] = {}
         for layer, call, path in zip(*(columns[n].to_pylist() for n in ("layer", "call", "path")), strict=True):
             self._inputs.setdefault((layer, call), []).append(path)
