@@ -37,7 +37,7 @@ PICTURES = ROOT / "docs" / "pictures"
 _FENCED = re.compile(r"^```(?P<info>[^\n`]*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 _PICTURE = re.compile(r"!\[[^\]]*\]\(\.\./pictures/([\w.-]+)\)")
 _NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*(e[-+]?\d+)?")
-_TIMEOUT_S = 170
+_TIMEOUT_S = 600
 
 
 class PageBroken(Exception):
@@ -113,17 +113,20 @@ def run(page: Path, folder: Path) -> str:
 
 
 def _said(command: Command, folder: Path, environment: dict[str, str], page: Path) -> str:
-    ended = subprocess.run(
-        ["bash", "-c", command.words],
-        cwd=folder,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
+    try:
+        ended = subprocess.run(
+            ["bash", "-c", command.words],
+            cwd=folder,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise PageBroken(f"{page.name}: {command.words}\nhas not ended in {_TIMEOUT_S} s") from None
     if ended.returncode != command.exit:
         raise PageBroken(
             f"{page.name}: {command.words}\nended with {ended.returncode}, not {command.exit}:\n{ended.stdout}"

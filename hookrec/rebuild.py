@@ -24,6 +24,7 @@ from replay.errors import BadQuery, NotRecorded, StepNotCommitted
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.RReLU)
 _ALWAYS_RANDOM = (nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _NORMS_BY_BATCH = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+_RECORD = "record kinds=('input', 'output', 'param') with tensors"
 
 Factory = Callable[[], nn.Module]
 
@@ -83,7 +84,7 @@ class Rebuilder:
         self._rank = rank
         self._made = made or {}
         self._entries = {entry["name"]: entry for entry in trace.modules(rank)}
-        columns = trace.records(kinds="input", steps=step, where=f"rank = {rank}")
+        columns = trace.records(steps=step, where=f"rank = {rank} and kind = 'input'")
         self._inputs: dict[tuple[str, int], list[str]] = {}
         for layer, call, path in zip(*(columns[n].to_pylist() for n in ("layer", "call", "path")), strict=True):
             self._inputs.setdefault((layer, call), []).append(path)
@@ -100,6 +101,8 @@ class Rebuilder:
             entry = self._entries.get(layer)
             if entry is None:
                 raise NotRunnable("is the result of a function, no module")
+            if not entry.get("leaf", True):
+                raise NotRunnable("is made of other layers, which are run one by one")
             module = _from_entry(entry)
             names = [parameter["name"] for parameter in entry["parameters"]]
             if set(names) != set(own_parameters(module)):
@@ -124,7 +127,7 @@ class Rebuilder:
                 return tensor_of(self._trace.tensor(self._step, owner, "param", path=path, rank=self._rank))
             except (NotRecorded, StepNotCommitted):
                 continue
-        raise NotRunnable(f"has a parameter {name!r} that was not recorded: record kinds=('param', …) with its tensors")
+        raise NotRunnable(f"has a parameter {name!r} that was not recorded: {_RECORD}")
 
     def arguments(self, layer: str, call: int) -> tuple[list[Any], dict[str, Any]]:
         """Return the recorded arguments of a call: by position and by keyword.
@@ -144,7 +147,7 @@ class Rebuilder:
                 place = place.setdefault(part, {})
             place[last] = tensor_of(values)
         if not tree:
-            raise NotRunnable("has no recorded input: record kinds=('input', …) with its tensors")
+            raise NotRunnable(f"has no recorded input: {_RECORD}")
         by_position = {name: value for name, value in tree.items() if name.isdigit()}
         if set(map(int, by_position)) != set(range(len(by_position))):
             raise NotRunnable("was called with an argument that is no tensor, which is not in the trace")

@@ -102,7 +102,7 @@ def rerun(
     if step not in trace.steps:
         last = trace.steps[-1] if trace.steps else None
         raise StepNotCommitted(f"{trace.path} has no step {step}; its last committed step is {last}.")
-    records = trace.records(kinds="output", steps=step, where=f"rank = {rank}").to_pylist()
+    records = trace.records(steps=step, where=f"rank = {rank} and kind = 'output'").to_pylist()
     globs = globs_of(layers)
     chosen = [record for record in records if matches(record["layer"], globs)]
     if not chosen:

@@ -28,8 +28,8 @@ Examples:
 \b
 Exit status:
   0    what was asked for is there, whole
-  1    it is not, and nothing of it; with --follow, the files that were said are there, or the writer of the trace died
-  2    the command is wrong
+  1    with --follow: the writer of the trace died; the files that were said are there. Else: interrupted
+  2    it is not, and nothing of it: the command is wrong, the trace cannot be read, the file not be written
   130  --follow was interrupted; the same command goes on behind the last file
 
 docs/questions/tables.md shows how other programs read these files."""

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from replay.attempts import read_attempts
 from replay.errors import BadQuery
 from replay.exported import common_dtype, plain, with_values
 from replay.filters import Names, globs_of
@@ -41,7 +42,8 @@ def grow(
 ) -> Iterator[tuple[Path, int]]:
     """Write records to files of a folder as they are committed; yield each file and its rows when it is whole.
 
-    It ends when the trace is sealed, or when nobody has written for ten seconds: `Trace.status` is then "torn".
+    It ends when the trace is sealed, or when nobody has written for ten seconds: `Trace.status` is then "torn". Of a
+    training that was resumed from a checkpoint, the steps that it took back stay in the files, and come again.
 
     Args:
         trace: the trace.
@@ -53,8 +55,8 @@ def grow(
         poll_s: seconds between two looks.
 
     Raises:
-        BadQuery: the folder has something else in it, cannot be written, is being written by another, or a filter
-            cannot be understood.
+        BadQuery: the folder has something else in it, cannot be written, is being written by another, a filter cannot
+            be understood, or values are wanted of a training that was resumed.
     """
     filters = [list(globs) if (globs := globs_of(names)) is not None else None for names in (layers, kinds)]
     asked = {"trace": trace.identity.get("id"), "layers": filters[0], "kinds": filters[1], "where": where}
@@ -72,6 +74,7 @@ def grow(
                 if tensors:
                     dtype = _fitting(table["dtype"].unique().to_pylist(), dtype)
                     trace.refresh()
+                    _refuse_resumed(trace)
                 state = {**asked, "places": follower.places, "dtype": None if dtype is None else dtype.name}
                 target = out / f"part-{number:05}.parquet"
                 _write(trace, table, dtype, target, {_STATE: json.dumps(state).encode()})
@@ -152,3 +155,14 @@ def _write(trace: Trace, table: pa.Table, dtype: np.dtype[Any] | None, target: P
     ):
         for part in parts:
             writer.write_table(part.cast(schema))
+        if dtype is not None:
+            _refuse_resumed(trace)  # it may have been meanwhile
+
+
+def _refuse_resumed(trace: Trace) -> None:
+    """Raise where steps were taken back: they have other tensors by now, or none."""
+    if any(read_attempts(directory).last for directory in trace.directories.values()):
+        raise BadQuery(
+            f"{trace.path} was resumed from a checkpoint, and its values cannot be followed. Export them when it is "
+            "finished, or follow the statistics."
+        )

@@ -130,6 +130,7 @@ class Selection:
 
         Raises:
             BadQuery: the file exists, or cannot be written, or no column can hold all values exactly.
+            NotRecorded: no record is so, and there is nothing to divide.
         """
         import pyarrow.parquet as pq
 
@@ -138,6 +139,8 @@ class Selection:
                 return self._write(*self._table(tensors), partial, pq.ParquetWriter, compression="zstd")
         with new_folder(Path(path)) as partial:
             table, dtype = self._table(tensors)
+            if not len(table):
+                raise NotRecorded(f"No record of {self.trace.path} is so: there is nothing to divide into files.")
             for name, part in divided(table, partition):
                 (partial / name).mkdir()
                 self._write(part, dtype, partial / name / "part-0.parquet", pq.ParquetWriter, compression="zstd")

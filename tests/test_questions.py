@@ -21,6 +21,7 @@ def told(page: str) -> str:
     return PAGES[page].read_text()
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.slow) for name in PAGES if name != "README"]
 )

@@ -63,6 +63,18 @@ def test_healthy_layers_are_explained_in_each_dtype(dtype, tmp_path):
     assert verdicts(trace) == {str(i): EXPLAINED for i in range(10)}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_round_otherwise_are_explained(dtype, tmp_path, monkeypatch):
+    trace = record(tmp_path / "a", small_net().to(dtype), torch.randn(4, 3, 8, 8).to(dtype))
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)  # other kernels, and no bit is taken for ours
+    monkeypatch.setattr("hookrec.rerun._same_bits", lambda own, recorded: False)
+
+    found = rerun(trace, 1)
+
+    assert {v.verdict for v in found} == {EXPLAINED}
+    assert 0 < max(v.excess for v in found) < 0.5  # there is room between rounding and a fault
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=slow)])
 def test_healthy_layers_under_autocast_are_explained(dtype, tmp_path):
     trace = record(tmp_path / "a", small_net(), torch.randn(4, 3, 8, 8), autocast=dtype)
@@ -135,6 +147,14 @@ def test_a_layer_that_computes_with_another_weight_is_found(dtype, tmp_path):
     assert verdicts(trace) == {"0": EXPLAINED, "1": EXPLAINED, "2": NOT_EXPLAINED, "3": EXPLAINED}
 
 
+@pytest.fixture(params=["this device", "another"])
+def device(request, monkeypatch):
+    """Of what another device has computed, no bit is taken for ours."""
+    if request.param == "another":
+        monkeypatch.setattr("hookrec.rerun._same_bits", lambda own, recorded: False)
+
+
+@pytest.mark.usefixtures("device")
 def test_nan_and_infinity_that_come_from_the_input_are_explained(tmp_path):
     x = torch.tensor([[1.0, 0.0, -1.0, 3e38], [1.0, math.nan, 0.0, 2.0], [1.0, 2.0, 3.0, 4.0]])
     model = nn.Sequential(nn.ReLU(), nn.Linear(4, 4, bias=False), nn.Softmax(-1))
@@ -205,6 +225,31 @@ def test_a_layer_that_was_changed_is_not_taken_for_one_of_its_class(change, tmp_
         assert (found[0].verdict, found[0].why) == (NOT_EXPLAINED, "it has the shape 2×4×10, and run again 2×4×9")
     else:
         assert found[0].verdict == NOT_RUNNABLE
+
+
+def test_containers_and_operations_say_what_they_are(tmp_path):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.add(x, self.linear(x))
+
+    trace = record(tmp_path / "a", nn.Sequential(Block()), torch.randn(2, 4), containers=True, ops=("add",))
+
+    found = {v.layer: v.why or v.verdict for v in rerun(trace, 1)}
+    assert found["0.linear"] == EXPLAINED
+    assert "made of other layers" in found["0"]
+    assert "result of a function" in found["0/add#0"]
+
+
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_traces_of_each_store_that_are_not_sealed_are_run_again(store, tmp_path):
+    trace = record(tmp_path / "a", nn.Sequential(nn.Linear(4, 4)), torch.randn(2, 4), store=store)
+    (tmp_path / "a/rank-00000/end.json").unlink()
+
+    assert verdicts(replay.open(trace.path)) == {"0": EXPLAINED}
 
 
 def make_model():
