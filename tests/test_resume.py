@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from torch import nn
 
 import hookrec
 import replay
+from hookrec.cli import main as hookrec_main
+from replay.alerts import read_alerts
 from replay.attempts import Attempt, Attempts
 from replay.cli import main
 from replay.convert import convert
@@ -28,6 +31,7 @@ from replay.follow import Follower
 from replay.seal import locked
 from replay.verify import verify
 from tests.oracle import differences, recorded
+from tests.test_daemon import Bench
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -295,6 +299,84 @@ def test_a_follower_reads_each_commit_once_and_after_a_seam_steps_again(tmp_path
         *range(6),
         *range(4, 9),
     ]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_daemon_that_was_done_with_a_trace_looks_at_it_again(tmp_path, restarted):
+    path = tmp_path / "a"
+    record(path, range(3))
+    bench = Bench(tmp_path, "step >= 3 and layer = '0'")
+    while not bench.daemon._watched or not bench.daemon._watched[path].done:
+        bench.look()
+    assert read_alerts(path) == []
+    if restarted:
+        bench.daemon.save()
+        bench = Bench(tmp_path, "step >= 3 and layer = '0'")
+        bench.look()
+        assert bench.daemon._watched[path].done
+
+    training = Training()
+    with hookrec.attach(training.model, path, keep_free=0, resume=True) as recorder:
+        training.step(3, recorder)
+    bench.look(120)
+
+    assert {(alert.layer, alert.first_step) for alert in read_alerts(path)} == {("0", 3)}
+
+
+def test_the_scripts_of_the_page_do_what_it_says(tmp_path, monkeypatch):
+    """The first start is preempted before step 12."""
+    page = (Path(__file__).parents[1] / "docs/resume.md").read_text()
+    script, reading = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script = script.replace("resume=first)", "resume=first, keep_free=0)")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script.replace("range(first, 20)", "range(first, 12)"), "first start", "exec"), {})
+    exec(compile(script, "second start", "exec"), {})
+
+    found: dict[str, Any] = {}
+    exec(compile(reading, "reading", "exec"), found)
+
+    assert replay.open("runs/a").steps == list(range(20))
+    assert [(one["first_step"], one["superseded"]) for one in found["now"].attempts] == [(0, 4), (8, 0)]
+    assert found["before"].steps == list(range(12))
+
+
+@pytest.mark.slow
+def test_a_script_under_hookrec_run_goes_on_in_its_trace(tmp_path):
+    script = str(Path(__file__).parent / "scripts/plain.py")
+    for options in ([], ["--resume"], ["--resume-at", "6"]):
+        command = [
+            sys.executable,
+            "-m",
+            "hookrec",
+            "run",
+            "-o",
+            str(tmp_path / "a"),
+            "--keep-free",
+            "0",
+            *options,
+            script,
+        ]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        assert "recorded 4 steps" in ended.stderr
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.steps == list(range(10))
+    assert [one["superseded"] for one in trace.attempts] == [0, 2, 0]
+
+
+def test_what_hookrec_run_cannot_resume_is_refused_before_the_script_begins(tmp_path):
+    record(tmp_path / "a", range(1))
+    script = str(Path(__file__).parent / "scripts/plain.py")
+
+    def said(*options: str) -> str:
+        result = CliRunner().invoke(hookrec_main, ["run", *options, script])
+        assert result.exit_code == 2
+        return result.output
+
+    assert "choose one" in said("-o", str(tmp_path / "a"), "--resume", "--resume-at", "3")
+    assert "resumes nothing" in said("--idle", "--resume")
+    assert "go on in it by --resume" in said("-o", str(tmp_path / "a"))
 
 
 def test_true_begins_a_trace_and_goes_on_after_its_last_step(tmp_path):
