@@ -16,6 +16,7 @@ import replay
 from hookrec import recorder
 from hookrec.cli import main
 from hookrec.errors import HookrecError
+from hookrec.writer_process import WriterProcess
 from tests.writer_in_process import WriterInProcess
 
 ROWS = 16
@@ -180,6 +181,20 @@ class TestTransformers:
         assert trace.steps == [0, 1, 2]
         assert scalars(trace)["global_step"] == {0: 5.0}
 
+    def test_with_resume_it_goes_on_in_the_trace_from_the_checkpoint(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(recorder, "WriterProcess", WriterProcess)  # the other one knows no attempts
+        self.train(
+            Net(), tmp_path / "out", [self.callback(tmp_path / "a", resume=True)], save_strategy="steps", save_steps=5
+        )
+
+        checkpoint = str(tmp_path / "out/checkpoint-5")
+        self.train(Net(), tmp_path / "out", [self.callback(tmp_path / "a", resume=True)], checkpoint)
+
+        trace = replay.open(tmp_path / "a")
+        assert trace.steps == list(range(8))
+        assert [(one["first_step"], one["superseded"]) for one in trace.attempts] == [(0, 3), (5, 0)]
+        assert "global_step" not in scalars(trace)
+
     def test_where_there_is_a_trace_already_nothing_is_trained(self, tmp_path):
         hookrec.attach(Net(), tmp_path / "a", **SMALL).detach()
         net = Net()
@@ -289,6 +304,20 @@ class TestLightning:
         trace = replay.open(tmp_path / "a")
         assert trace.steps == [0, 1, 2, 3]
         assert scalars(trace)["global_step"] == {0: 4.0}
+
+    @pytest.mark.slow
+    def test_with_resume_it_goes_on_in_the_trace_from_the_checkpoint(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(recorder, "WriterProcess", WriterProcess)  # the other one knows no attempts
+        first = [self.callback(tmp_path / "a", resume=True)]
+        trainer = self.train(Net(), tmp_path / "out", first, max_epochs=1, enable_checkpointing=True)
+        saved = trainer.checkpoint_callback.best_model_path
+
+        second = [self.callback(tmp_path / "a", resume=True)]
+        self.train(Net(), tmp_path / "out2", second, resume=saved, max_epochs=2)
+
+        trace = replay.open(tmp_path / "a")
+        assert trace.steps == list(range(8))
+        assert [(one["first_step"], one["superseded"]) for one in trace.attempts] == [(0, 0), (4, 0)]
 
     @pytest.mark.slow
     def test_a_module_with_parameters_of_its_own_is_recorded_as_a_whole(self, tmp_path):

@@ -19,3 +19,8 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
         except (TypeError, ValueError, RuntimeError):
             continue  # a text, a picture, a table
     return found
+
+
+def going_on(options: Mapping[str, Any], global_step: int) -> dict[str, Any]:
+    """Return the arguments of `attach` with the step that a library knows, where `resume=True` leaves it open."""
+    return {**options, "resume": global_step} if options.get("resume") is True else dict(options)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookrec.integrations import numbers
+from hookrec.integrations import going_on, numbers
 from hookrec.recorder import Recorder, attach
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ class HookrecCallback(Callback):
 
     Sanity checks and validation are left out. What the module logs is in the trace as scalars, as often as Lightning
     logs, and so is `global_step`, once, if the training was resumed from a checkpoint: step 0 of the trace is that one.
+    With `resume=True` it goes on in the trace at `path` from the step of the checkpoint, or begins it there.
 
     Args:
         path: the directory of the trace.
@@ -48,9 +49,11 @@ class HookrecCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to record: sanity checks are over."""
-        self.recorder = attach(_models_of(pl_module), self._path, **self._options)
-        self._steps, self._seen, self._said = 0, dict(trainer.logged_metrics), set()
-        if trainer.global_step:
+        # It counts the steps of all optimizers, and we those of one; they take turns.
+        step = trainer.global_step // max(1, len(trainer.optimizers))
+        self.recorder = attach(_models_of(pl_module), self._path, **going_on(self._options, step))
+        self._steps, self._seen, self._said = self.recorder.steps, dict(trainer.logged_metrics), set()
+        if trainer.global_step and not self.recorder.first_step:
             self.recorder.log(global_step=trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *batch: Any) -> None:

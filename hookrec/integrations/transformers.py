@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from transformers import TrainerCallback
 
-from hookrec.integrations import numbers
+from hookrec.integrations import going_on, numbers
 from hookrec.recorder import Recorder, attach
 
 
@@ -18,7 +18,8 @@ class HookrecCallback(TrainerCallback):
     """Records the training of a `Trainer`: `Trainer(..., callbacks=[HookrecCallback("runs/a")])`.
 
     Evaluations are left out. What the `Trainer` logs is in the trace as scalars, and so is `global_step`, once, if the
-    training was resumed from a checkpoint: step 0 of the trace is that one.
+    training was resumed from a checkpoint: step 0 of the trace is that one. With `resume=True` it goes on in the
+    trace at `path` from the step of the checkpoint, or begins it there.
 
     Used in a `with` statement, an exception that leaves it is noted as the end of the trace. Without one that is so if
     the exception ends the process.
@@ -39,8 +40,8 @@ class HookrecCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin to record; where the `Trainer` begins again, as with `auto_find_batch_size`, go on."""
         if self.recorder is None or not self.recorder.active:
-            self.recorder = attach(more["model"], self._path, **self._options)
-            if state.global_step:
+            self.recorder = attach(more["model"], self._path, **going_on(self._options, state.global_step))
+            if state.global_step and not self.recorder.first_step:
                 self.recorder.log(global_step=state.global_step)
         if args.eval_on_start:
             self.recorder.pause()
