@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -302,6 +303,7 @@ def test_a_follower_reads_each_commit_once_and_after_a_seam_steps_again(tmp_path
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_daemon_that_was_done_with_a_trace_looks_at_it_again(tmp_path, restarted):
     path = tmp_path / "a"
@@ -367,7 +369,7 @@ def test_a_script_under_hookrec_run_goes_on_in_its_trace(tmp_path):
 
 
 def test_what_hookrec_run_cannot_resume_is_refused_before_the_script_begins(tmp_path):
-    record(tmp_path / "a", range(1))
+    (tmp_path / "a/rank-00000").mkdir(parents=True)
     script = str(Path(__file__).parent / "scripts/plain.py")
 
     def said(*options: str) -> str:
@@ -412,6 +414,7 @@ def test_an_attempt_that_records_nothing_leaves_what_counts(tmp_path):
     assert list(verify(path)) == []
 
 
+@pytest.mark.slow
 def test_a_step_beyond_the_last_leaves_a_gap_and_one_at_zero_supersedes_all(tmp_path):
     path, model = tmp_path / "a", Training()
     record(path, range(2))
@@ -427,6 +430,7 @@ def test_a_step_beyond_the_last_leaves_a_gap_and_one_at_zero_supersedes_all(tmp_
     assert [replay.open(path, attempt=n).steps for n in range(3)] == [[0, 1], [0, 1, 10], [0]]
 
 
+@pytest.mark.slow
 def test_a_model_that_changed_has_new_streams_and_its_tensors_are_right(tmp_path):
     path, model = tmp_path / "a", Training(width=16)
     record(path, range(3))
@@ -441,6 +445,7 @@ def test_a_model_that_changed_has_new_streams_and_its_tensors_are_right(tmp_path
     assert list(verify(path)) == []
 
 
+@pytest.mark.slow
 def test_tensors_that_a_quota_dropped_stay_dropped_and_new_ones_are_there(tmp_path, undisturbed):
     path = tmp_path / "a"
     record(path, range(12), save_at=8)
@@ -458,6 +463,7 @@ def test_tensors_that_a_quota_dropped_stay_dropped_and_new_ones_are_there(tmp_pa
     assert attributes["dropped_rows"] > 0
 
 
+@pytest.mark.slow
 def test_triggers_fire_again_in_another_attempt(tmp_path):
     path, model = tmp_path / "a", Training()
     flight = {"flight": 1, "after": 0, "triggers": ["step == 4"], "keep_free": 0}
@@ -473,6 +479,7 @@ def test_triggers_fire_again_in_another_attempt(tmp_path):
     assert list(verify(path)) == []
 
 
+@pytest.mark.slow
 def test_another_writer_goes_on_with_the_attempt(tmp_path, undisturbed):
     path, training = tmp_path / "a", Training()
     record(path, range(12), save_at=8)
@@ -493,6 +500,13 @@ def test_another_writer_goes_on_with_the_attempt(tmp_path, undisturbed):
     assert list(verify(path)) == []
 
 
+@pytest.fixture(scope="module")
+def torn(tmp_path_factory):
+    path = tmp_path_factory.mktemp("torn") / "a"
+    record_and_tear(path, range(3), 0)
+    return path
+
+
 @pytest.mark.parametrize(
     ("case", "options", "words"),
     [
@@ -504,9 +518,8 @@ def test_another_writer_goes_on_with_the_attempt(tmp_path, undisturbed):
         ("somebody writes it", {}, "another process writes to it"),
     ],
 )
-def test_what_cannot_be_resumed_is_refused_and_stays_as_it_was(tmp_path, monkeypatch, case, options, words):
-    path = tmp_path / "a"
-    record_and_tear(path, range(3), 0)
+def test_what_cannot_be_resumed_is_refused_and_stays_as_it_was(tmp_path, monkeypatch, torn, case, options, words):
+    path = Path(shutil.copytree(torn, tmp_path / "a"))
     rank = path / "rank-00000"
     monkeypatch.setattr("hookrec.recorder._WAIT_S", 0.2)
     with contextlib.ExitStack() as stack:
@@ -532,6 +545,7 @@ def test_what_cannot_be_resumed_is_refused_and_stays_as_it_was(tmp_path, monkeyp
         assert files_in(path) == there
 
 
+@pytest.mark.slow
 def test_each_rank_goes_on_in_its_own_folder_from_a_step_that_all_are_told(tmp_path, monkeypatch):
     path = tmp_path / "a"
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -562,6 +576,7 @@ def test_each_rank_goes_on_in_its_own_folder_from_a_step_that_all_are_told(tmp_p
     assert list(verify(path)) == []
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_open_sees_the_seam_when_it_is_refreshed(tmp_path):
     path = tmp_path / "a"
     record(path, range(6), save_at=4)
@@ -591,13 +606,11 @@ def test_what_is_no_step_is_refused(tmp_path, resume):
     assert not (tmp_path / "a").exists()
 
 
-def test_without_resume_a_trace_is_refused_and_the_message_names_the_way(tmp_path):
-    record(tmp_path / "a", range(1))
-
+def test_without_resume_a_trace_is_refused_and_the_message_names_the_way(torn):
     with pytest.raises(hookrec.AttachError, match="resume=True goes on in it"):
-        hookrec.attach(Training().model, tmp_path / "a")
+        hookrec.attach(Training().model, torn)
     with pytest.raises(hookrec.AttachError, match="is no trace"):
-        hookrec.attach(Training().model, tmp_path, resume=True)
+        hookrec.attach(Training().model, torn.parent, resume=True)
 
 
 def test_which_records_count_is_what_a_naive_model_says():
