@@ -19,7 +19,7 @@ Examples:
   replay sql runs/a "describe records"
   replay sql runs/a - < query.sql
 
-Ends with 0, also where no row is found, and with 1 if the query cannot be answered.
+Ends with 0, also where no row is found, and with 2 if the query cannot be answered.
 """
 )
 @trace_argument

@@ -12,7 +12,6 @@ import click
 import replay
 from replay.check import Finding, Report, all_rules, choose, examine
 from replay.command_line import attempt_option, json_option, print_json, say, trace_argument
-from replay.errors import ReplayError
 from replay.printable import printable
 from replay.rulebook import SEVERITIES, rules_of_file
 
@@ -32,12 +31,6 @@ Exit status:
 
 A file of rules is run with all your rights: only give one that you trust. docs/check.md lists the rules, and says how
 to write one."""
-
-
-class _Unusable(click.ClickException):
-    """A question without an answer, which is not to be taken for a finding."""
-
-    exit_code = 2
 
 
 @click.command(epilog=_EXAMPLES)
@@ -83,12 +76,9 @@ def check(
     as_json: bool,
 ) -> None:
     """Find what is wrong with a training, the most probable cause first."""
-    try:
-        rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
-        opened = replay.open(trace, attempt)
-        report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
-    except ReplayError as error:
-        raise _Unusable(str(error)) from None
+    rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
+    opened = replay.open(trace, attempt)
+    report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
     if as_json:
         print_json(dataclasses.asdict(report))
     else:

@@ -8,6 +8,7 @@ import click
 
 import replay
 from replay.command_line import (
+    EXIT,
     Commands,
     attempt_option,
     cell_text,
@@ -31,12 +32,11 @@ _CURVE = 16
 
 _FEW_SHAPES = 3
 
-_OF_OTHER_FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".npy", ".npz", ".arrow", ".feather", ".h5", ".zarr", ".xlsx")
-
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
     "diff": "replay.diff_command:diff",
+    "export": "replay.export_command:export",
     "list": "replay.list_command:list_traces",
     "plot": "replay.plot_command:plot",
     "sql": "replay.asking:sql",
@@ -46,7 +46,7 @@ _ELSEWHERE = {
 }
 
 
-@click.group(cls=Commands, elsewhere=_ELSEWHERE)
+@click.group(cls=Commands, elsewhere=_ELSEWHERE, epilog=EXIT)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
@@ -288,31 +288,6 @@ def show(trace: Path, layer: str, step: int | None, attempt: int | None, as_json
         say(f"{'over time':9} {curve}")
         say(f"{'elements':9} {distribution(tensor, 3 * _CURVE)}")
     say(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
-
-
-@main.command()
-@trace_argument
-@click.argument("out", type=click.Path(path_type=Path))
-@filter_options
-@click.option("--tensors", is_flag=True, help="Add a column with the values of each tensor.")
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-@attempt_option
-def export(
-    trace: Path,
-    out: Path,
-    layers: tuple[str, ...],
-    kinds: tuple[str, ...],
-    where: str | None,
-    tensors: bool,
-    overwrite: bool,
-    attempt: int | None,
-) -> None:
-    """Write records to a Parquet file, one row a record, for pandas, polars, DuckDB, Spark."""
-    if out.suffix.lower() in _OF_OTHER_FORMATS:
-        raise replay.BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
-    selection = replay.open(trace, attempt).select(layers or None, kinds or None, where=where)
-    selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
-    say(f"wrote {out}", err=True)
 
 
 if __name__ == "__main__":

@@ -181,8 +181,6 @@ def _partial(source: Path, target: Path, status: str, store: str, compression: s
             f"There is no store {store!r} with compression {compression!r}; the stores are {', '.join(STORES)}, the "
             f"compressions {', '.join(CODECS)}, none."
         )
-    if store == "hdf5" and compression is not None:
-        raise CannotConvert("The HDF5 store has no compression. Use store zarr, or compression none.")
     if status == "live":
         raise CannotConvert(f"{source} is being recorded. Convert it when the recording has ended.")
     if target.exists() or target.is_symlink():

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from replay.codecs import MOST_BYTES
 from replay.format import FIXED, RAGGED, Locations, Stream
 
 FEW_SHAPES = 2
@@ -45,7 +46,9 @@ class Places:
         self._locations = Locations(iter(taken))
 
     def place(self, stream: Stream) -> Stream:
-        """Return a stream with a place."""
+        """Return a stream with a place; without its codec, if its records are too large for any."""
+        if stream.nbytes > MOST_BYTES:
+            stream = replace(stream, codec=None)
         alike = _alike(stream)
         if self._shares and stream.codec is None and self._shapes[alike] >= FEW_SHAPES:
             if alike not in self._shared:

@@ -34,8 +34,7 @@ Examples:
   replay plot runs/a fp8.png --exponents fc1 --kinds grad_output --step 120
   replay plot runs/a maps.html --tensor layer1.0.conv1 --step 120
 
-Ends with 0, with 1 where there is nothing to draw or the file cannot be written, and with 2 for options that do not
-go together.
+Ends with 0, and with 2 where there is nothing to draw, the file cannot be written, or options do not go together.
 """
 )
 @trace_argument

@@ -19,7 +19,7 @@ from replay import notebook
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
-from replay.filters import Names, Steps, globs_of, matches, steps_condition
+from replay.filters import Names, Steps, check_globs, globs_of, matches, steps_condition
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.history import history
 from replay.log import Log
@@ -316,14 +316,20 @@ class Trace:
             Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.
 
         Raises:
-            BadQuery: a filter cannot be understood.
+            BadQuery: a filter cannot be understood, or a glob matches nothing that there is.
         """
-        wanted = globs_of(layers), globs_of(kinds)
+        wanted = self._wanted(layers, kinds)
         ranks = sorted(self._ranks.items())
         if where is not None:
             return rows_where([rank.part(number, *wanted, steps) for number, rank in ranks], where)
         parts = [rank.records(number, *wanted, steps) for number, rank in ranks]
         return pa.concat_tables(parts).unify_dictionaries()
+
+    def _wanted(self, layers: Names, kinds: Names) -> tuple[_Globs, _Globs]:
+        found = globs_of(layers), globs_of(kinds)
+        check_globs("layer", found[0], self.layers if found[0] else (), self.path)
+        check_globs("kind", found[1], self.kinds if found[1] else (), self.path)
+        return found
 
     def sql(self, query: str) -> pa.Table:
         """Return what a query in DuckDB's SQL finds.
@@ -354,7 +360,8 @@ class Trace:
     def select(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
     ) -> Selection:
-        """Return a selection of records; the arguments are those of `records`."""
+        """Return a selection of records; arguments and errors are those of `records`."""
+        self._wanted(layers, kinds)
         return Selection(self, layers, kinds, steps, where)
 
     def first(self, where: str) -> dict[str, Any] | None:

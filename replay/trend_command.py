@@ -14,6 +14,7 @@ from replay.command_line import (
     print_json,
     print_rows,
     say,
+    say_if_empty,
     trace_argument,
 )
 from replay.format import STATISTICS
@@ -47,13 +48,18 @@ def trend(
     step or several, of which it shows the value farthest from 0; × stands for NaN or infinity among the elements, and
     a blank for no record. With --json: all steps and values.
 
-    Ends with 0, and with 1 where no record is so or the trace cannot be read.
+    Ends with 0, also where no record is so.
     """
-    lines = timelines(replay.open(trace, attempt), stat, layers or None, kinds or None, where)
+    opened = replay.open(trace, attempt)
+    try:
+        lines = timelines(opened, stat, layers or None, kinds or None, where)
+    except replay.NotRecorded:
+        lines = []
     shown = lines[:limit]
+    say_if_empty(shown, opened)
     if as_json:
         print_json([_facts(line) for line in shown])
-    else:
+    elif shown:
         _, values, broken, width = gridded(shown, _WIDTH)
         several_ranks = len({line.rank for line in lines}) > 1
         rows = []
