@@ -257,7 +257,7 @@ def test_commands_show_an_earlier_attempt(twice):
     assert answer("sql", query, "--attempt", "1", "--json") == [{"last": 14, "n": 15}]
     assert answer("first", "step >= 8", "--attempt", "1", "--json")["kind"] == "output"
     refused = CliRunner().invoke(main, ["info", str(twice), "--attempt", "3"])
-    assert (refused.exit_code, "it has the attempts 0 to 2" in refused.output) == (1, True)
+    assert (refused.exit_code, "it has the attempts 0 to 2" in refused.output) == (2, True)
 
 
 def test_other_programs_are_told_which_attempt_a_row_is_of(twice, undisturbed):
