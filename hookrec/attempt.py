@@ -85,11 +85,17 @@ class Attempt:
         }
         path = directory / ATTEMPTS_FILE
         cut_torn_line(path)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        sync(directory)
+        length = path.stat().st_size if path.exists() else 0
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+            sync(directory)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, length)  # a line without a commit would hide what is there
+            raise
         self.begun = True
 
     def marked(self, line: dict[str, Any]) -> dict[str, Any]:

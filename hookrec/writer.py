@@ -393,12 +393,12 @@ def _begin(
     """
     before = None
     answer: dict[str, Any] = {}
-    succeeds = "resume" in config
+    succeeds = "predecessor" in config
     if succeeds:
         attempt = Attempt.of(config, directory)
         for name in SHARED_FILES:
             cut_torn_line(directory / name)
-        before = Predecessor(directory, config["resume"], Control(memory).released, attempt.number)
+        before = Predecessor(directory, config["predecessor"], Control(memory).released, attempt.number)
     elif config.get("attempt") is not None:
         attempt, before, answer = take_up(directory, config)
     else:
@@ -417,7 +417,7 @@ def _begin(
                 attempt.seal(directory, {}, durable=False)  # as it was before we came
         raise
     if succeeds:
-        writer.note(f"the writer process is gone ({config['resume']['why']}); another goes on from here")
+        writer.note(f"the writer process is gone ({config['predecessor']['why']}); another goes on from here")
     if changes is not None:
         writer.note(f"resumed from step {attempt.first_step} on by another plan: {changes}")
     return writer, before, attempt, answer

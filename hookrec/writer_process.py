@@ -115,7 +115,7 @@ class WriterProcess:
                     **self._config,
                     "plan": done.plan or self._config["plan"],  # later changes of it are sent again
                     "trace": None,
-                    "resume": {"rows": done.rows, "scalars": done.scalars, "notes": done.notes, "why": how},
+                    "predecessor": {"rows": done.rows, "scalars": done.scalars, "notes": done.notes, "why": how},
                 }
             )
         except AttachError as error:

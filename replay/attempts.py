@@ -125,4 +125,11 @@ def _attempt(found: dict[str, Any]) -> Attempt:
     for fact, kinds in zip(facts, ((str,), (dict,), (dict,), (dict, type(None))), strict=True):
         if not isinstance(fact, kinds):
             raise TypeError(f"{fact!r:.80} does not belong there")
+    before = found["before"]
+    if before is not None and not (
+        isinstance(before["how"], str) and isinstance(before["time"], str) and isinstance(before["books"], dict)
+    ):
+        raise TypeError("it does not say how the attempt before ended")
+    if not numbers[2]:
+        raise ValueError("the first segment is of the first attempt")
     return Attempt(*numbers, *facts)

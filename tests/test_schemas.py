@@ -19,7 +19,11 @@ from replay.format import DTYPES, KINDS, RECORD_SCHEMA, WHY_NOT_KEPT
 SCHEMAS = Path(__file__).parent.parent / "schemas"
 EXAMPLES = sorted(path.stem for path in (SCHEMAS / "examples").iterdir())
 PLACES = {"trace": "trace.json", "model": "rank-00000/model.json", "end": "rank-00000/end.json"}
-LATER = {"dropped": "rank-00000/tensors-dropped.json", "alert": "alerts.jsonl"}
+LATER = {
+    "dropped": "rank-00000/tensors-dropped.json",
+    "alert": "alerts.jsonl",
+    "attempt": "rank-00000/attempts.jsonl",
+}
 
 
 def validator(name: str) -> jsonschema.Draft202012Validator:
@@ -45,7 +49,7 @@ def trace(original, tmp_path):
 def read_all(path: Path) -> None:
     """Open a trace and look at whatever comes from its JSON files."""
     opened = replay.open(path)
-    _ = opened.status, opened.endings, opened.silent, opened.layers
+    _ = opened.status, opened.endings, opened.silent, opened.layers, opened.attempts
     read_alerts(path)
 
 
@@ -75,9 +79,12 @@ def test_what_is_written_fits_the_schemas(trace):
         validator("stream").validate(json.loads(line))
 
 
-def test_what_a_daemon_adds_fits_the_schemas(trace):
+def test_what_is_added_later_fits_the_schemas(trace):
     rank = trace / "rank-00000"
     drop(rank, shards(rank)[:1], "the quota of 1 bytes", "2026-12-02T12:00:00.000+00:00")
+    with hookrec.attach(nn.Linear(3, 2), trace, clock="manual", keep_free=0, resume=True) as recorder:
+        recorder.step()
+        recorder.log(loss=1.0)
     AlertFile(trace).append([as_alert(ended(0, {"how": "died"}), "0" * 32, "2026-12-02T12:00:00.000+00:00")])
 
     for kind, place in LATER.items():
