@@ -4,6 +4,7 @@ Nothing is read before it is asked for, and what is written goes through memory 
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,11 +123,15 @@ class Selection:
         partial = target.with_name(target.name + ".partial")
         try:
             _check_target(target, overwrite=overwrite)
-            table = _plain(self.stats())
             if tensors:
-                self._write_with_values(table, partial)
+                self._write_with_values(_plain(self.stats()), partial)
             else:
-                pq.write_table(table, partial, compression="zstd")
+                # The next part is read while one is written.
+                parts = map(_plain, self.trace.record_parts(self.layers, self.kinds, self.steps, self.where))
+                first = next(parts)
+                with pq.ParquetWriter(partial, first.schema, compression="zstd") as writer:
+                    for part in itertools.chain([first], parts):
+                        writer.write_table(part)
             partial.replace(target)
         except OSError as error:
             raise BadQuery(f"{target} cannot be written: {error.strerror or error}. Choose another file.") from None
