@@ -1,11 +1,13 @@
 """Print what recording costs: `python -m benchmarks [WORKLOAD ...] [--mode MODE ...]`.
 
 Each round measures a block of bare steps, of recorded ones and of bare ones again; a round's ratio is recorded to the
-mean of its two bare blocks. What is printed are medians over rounds, of medians over steps.
+mean of its two bare blocks. What is printed are medians over rounds, of medians over steps, and the bytes that tensors
+take in the trace to those that they have.
 """
 
 import argparse
 import contextlib
+import math
 import platform
 import shutil
 import statistics
@@ -18,13 +20,18 @@ import torch
 from torch import Tensor, nn
 
 import hookrec
+import replay
 from benchmarks.workloads import RECORDS, STEPS, WORKLOADS, train_step
+from replay.format import numpy_dtype
 
 ROUNDS = 7
 RING = 2 * 10**9
 MODES: dict[str, dict[str, Any]] = {
     "full": {},
     "full, hdf5": {"store": "hdf5"},
+    "zstd": {"compression": "zstd"},
+    "zstd, hdf5": {"store": "hdf5", "compression": "zstd"},
+    "blosc": {"compression": "blosc"},
     "statistics": {"tensors": False},
     "not sampled": {"every": 1_000_000},
     "flight": {"flight": 2, "ring": RING},
@@ -65,8 +72,16 @@ def _copy(model: nn.Module) -> contextlib.ExitStack:
     return hooks
 
 
-def _measure(workload: str, mode: str) -> tuple[float, float, float]:
-    """Return seconds of a bare and of a recorded step, and the ratio."""
+def _stored(path: Path) -> float:
+    """Return the bytes that the tensors of a trace take, to those that they have."""
+    with replay.open(path) as trace:
+        kept = trace.sql("select dtype, sum(numel) numel, sum(nbytes) nbytes from records where kept group by dtype")
+    raw = sum(row["numel"] * numpy_dtype(row["dtype"]).itemsize for row in kept.to_pylist())
+    return sum(row["nbytes"] for row in kept.to_pylist()) / raw if raw else math.nan
+
+
+def _measure(workload: str, mode: str) -> tuple[float, float, float, float]:
+    """Return seconds of a bare and of a recorded step, the ratio, and that of bytes stored to bytes of the tensors."""
     bares, recordeds, ratios = [], [], []
     for _ in range(ROUNDS):
         model, loss = WORKLOADS[workload]()
@@ -79,13 +94,14 @@ def _measure(workload: str, mode: str) -> tuple[float, float, float]:
                 hookrec.attach(model, directory / "trace", keep_free=0, **MODES[mode]),
             ):
                 recorded = _block(workload, loss, optimizer)
+            stored = _stored(directory / "trace")
         finally:
             shutil.rmtree(directory)
         bare = (before + _block(workload, loss, optimizer)) / 2
         bares.append(bare)
         recordeds.append(recorded)
         ratios.append(recorded / bare)
-    return statistics.median(bares), statistics.median(recordeds), statistics.median(ratios)
+    return statistics.median(bares), statistics.median(recordeds), statistics.median(ratios), stored
 
 
 def main() -> None:
@@ -99,14 +115,13 @@ def main() -> None:
     if unknown:
         parser.error(f"there is no workload {unknown[0]!r}; there are {', '.join(WORKLOADS)}")
     print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    print(f"{'workload':9} {'mode':20} {'bare ms':>9} {'recorded':>9} {'ratio':>6} {'us/record':>9}")
+    print(f"{'workload':9} {'mode':20} {'bare ms':>9} {'recorded':>9} {'ratio':>6} {'us/record':>9} {'stored':>6}")
     for workload in wanted:
         for mode in chosen.mode or MODES:
-            bare, recorded, ratio = _measure(workload, mode)
+            bare, recorded, ratio, stored = _measure(workload, mode)
             each = (recorded - bare) / RECORDS[workload] * 1e6
-            print(
-                f"{workload:9} {mode:20} {bare * 1e3:9.2f} {recorded * 1e3:9.2f} {ratio:6.3f} {each:9.1f}", flush=True
-            )
+            times = f"{bare * 1e3:9.2f} {recorded * 1e3:9.2f} {ratio:6.3f} {each:9.1f}"
+            print(f"{workload:9} {mode:20} {times} {stored:6.3f}", flush=True)
 
 
 if __name__ == "__main__":

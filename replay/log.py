@@ -26,6 +26,7 @@ from replay.format import RECORD_SCHEMA, VERSION
 from replay.log_dataset import check_schema, dataset_of
 
 COMPACT_ROWS = 1 << 17
+_PART_ROWS = 1 << 20  # a row group, as pyarrow has it
 CHECKSUM = b"hookrec:crc32c"
 UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises at files that are damaged."""
@@ -260,6 +261,19 @@ class Log:
             if any(column.null_count for column in table.columns):
                 raise pa.ArrowInvalid("a column has nulls")
         return table
+
+    def tables(self, where: Any = None) -> Iterator[pa.Table]:
+        """Yield what `table` returns of all columns, in parts of a million rows or so, of which few are in memory."""
+        waiting: list[pa.RecordBatch] = []
+        with self._named():
+            for batch in self.dataset().scanner(filter=where, batch_size=COMPACT_ROWS, batch_readahead=8).to_batches():
+                if any(column.null_count for column in batch.columns):
+                    raise pa.ArrowInvalid("a column has nulls")
+                waiting.append(batch)
+                if sum(map(len, waiting)) >= _PART_ROWS:
+                    yield pa.Table.from_batches(waiting)
+                    waiting.clear()
+        yield pa.Table.from_batches(waiting, RECORD_SCHEMA)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:

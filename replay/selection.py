@@ -3,7 +3,8 @@
 Nothing is read before it is asked for, and what is written goes through memory a part at a time.
 """
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -136,14 +137,16 @@ class Selection:
 
         if partition is None:
             with new_file(Path(path), overwrite=overwrite) as partial:
-                return self._write(*self._table(tensors), partial, pq.ParquetWriter, compression="zstd")
+                return _write(*self._parts(tensors), partial, pq.ParquetWriter, compression="zstd")
         with new_folder(Path(path)) as partial:
-            table, dtype = self._table(tensors)
+            table = plain(self.stats())
             if not len(table):
                 raise NotRecorded(f"No record of {self.trace.path} is so: there is nothing to divide into files.")
+            dtype = _dtype_of(table) if tensors else None
             for name, part in divided(table, partition):
                 (partial / name).mkdir()
-                self._write(part, dtype, partial / name / "part-0.parquet", pq.ParquetWriter, compression="zstd")
+                schema, parts = (part.schema, [part]) if dtype is None else with_values(part, self._tensor, dtype)
+                _write(schema, parts, partial / name / "part-0.parquet", pq.ParquetWriter, compression="zstd")
         return len(table)
 
     def to_arrow(self, path: str | Path, *, tensors: bool = False, overwrite: bool = False) -> int:
@@ -152,21 +155,17 @@ class Selection:
         The arguments and errors are those of `to_parquet`.
         """
         with new_file(Path(path), overwrite=overwrite) as partial:
-            return self._write(*self._table(tensors), partial, pa.ipc.new_file)
+            return _write(*self._parts(tensors), partial, pa.ipc.new_file)
 
-    def _table(self, tensors: bool) -> tuple[pa.Table, np.dtype[Any] | None]:
-        """The records, and the dtype of their values if those are wanted."""
-        table = plain(self.stats())
-        return table, common_dtype(table["dtype"].unique().to_pylist()) if tensors else None
-
-    def _write(self, table: pa.Table, dtype: np.dtype[Any] | None, path: Path, writer_of: Any, **options: Any) -> int:
-        schema, parts = table.schema, iter([table])
-        if dtype is not None:
-            schema, parts = with_values(table, self._tensor, dtype)
-        with writer_of(path, schema, **options) as writer:
-            for part in parts:
-                writer.write_table(part)
-        return len(table)
+    def _parts(self, tensors: bool) -> tuple[pa.Schema, Iterable[pa.Table]]:
+        """The records, in parts of which few are in memory at once, and their schema."""
+        if tensors:
+            table = plain(self.stats())
+            return with_values(table, self._tensor, _dtype_of(table))
+        # The next part is read while one is written.
+        parts = map(plain, self.trace.record_parts(self.layers, self.kinds, self.steps, self.where))
+        first = next(parts)
+        return first.schema, itertools.chain([first], parts)
 
     def to_npz(self, path: str | Path, *, overwrite: bool = False) -> int:
         """Write the tensors to a file for `numpy.load`; return how many there are.
@@ -194,3 +193,16 @@ class Selection:
                 )
             write(partial, groups, self._tensor)
         return sum(len(group.records) for group in groups)
+
+
+def _dtype_of(table: pa.Table) -> np.dtype[Any]:
+    return common_dtype(table["dtype"].unique().to_pylist())
+
+
+def _write(schema: pa.Schema, parts: Iterable[pa.Table], path: Path, writer_of: Any, **options: Any) -> int:
+    rows = 0
+    with writer_of(path, schema, **options) as writer:
+        for part in parts:
+            writer.write_table(part)
+            rows += len(part)
+    return rows

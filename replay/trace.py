@@ -4,6 +4,7 @@ Records are rows of the commit log, which names streams by number. Where a tenso
 """
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -325,6 +326,17 @@ class Trace:
         parts = [rank.records(number, *wanted, steps) for number, rank in ranks]
         return pa.concat_tables(parts).unify_dictionaries()
 
+    def record_parts(
+        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+    ) -> Iterator[pa.Table]:
+        """Yield what `records` returns in parts, one at least; without `where`, few of them are in memory at once."""
+        if where is not None:
+            yield self.records(layers, kinds, steps, where)
+            return
+        wanted = self._wanted(layers, kinds)
+        for number, rank in sorted(self._ranks.items()):
+            yield from rank.record_parts(number, *wanted, steps)
+
     def _wanted(self, layers: Names, kinds: Names) -> tuple[_Globs, _Globs]:
         found = globs_of(layers), globs_of(kinds)
         check_globs("layer", found[0], self.layers if found[0] else (), self.path)
@@ -490,6 +502,12 @@ class _Rank:
 
     def records(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> pa.Table:
         condition = self._condition(layers, kinds, steps)
-        table = self.log.table(None, condition)
+        return self._described(number, self.log.table(None, condition))
+
+    def record_parts(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> Iterator[pa.Table]:
+        for table in self.log.tables(self._condition(layers, kinds, steps)):
+            yield self._described(number, table)
+
+    def _described(self, number: int, table: pa.Table) -> pa.Table:
         self.check(table)
         return described(table, self.streams, number, self.dropped.kept(table))

@@ -6,6 +6,8 @@ import sys
 import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from torch import nn
 import hookrec
 import replay
 from tests.samples import SAMPLES, convolutional, train
+from tests.stored import write_stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -226,3 +229,26 @@ def test_a_flipped_bit_is_named_and_never_returned(tmp_path):
     with pytest.raises(replay.TraceDamaged, match="checksum differs"):
         replay.open(tmp_path / "a").tensor(0, "4")
     replay.open(tmp_path / "a").tensor(1, "4")
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_an_export_in_parts_is_the_whole_in_its_order(tmp_path, monkeypatch, sealed):
+    for rank in (0, 1):
+        write_stored(tmp_path / "a", steps=7, rank=rank, sealed=sealed)
+    trace = replay.open(tmp_path / "a")
+    monkeypatch.setattr("replay.log._PART_ROWS", 4)
+    monkeypatch.setattr("replay.log.COMPACT_ROWS", 2)
+
+    parts = list(trace.record_parts())
+    trace.select(steps=slice(1, 5)).to_parquet(tmp_path / "some.parquet")
+    trace.select(layers="nothing").to_parquet(tmp_path / "none.parquet")
+
+    assert len(parts) > 6
+    assert pa.concat_tables(parts).to_pylist() == trace.records().to_pylist()
+    some = pq.read_table(tmp_path / "some.parquet").to_pylist()
+    assert [(row["rank"], row["step"], row["l2"]) for row in some] == [
+        (rank, step, step + 0.5) for rank in (0, 1) for step in range(1, 5) for _ in range(3)
+    ]
+    none = pq.read_table(tmp_path / "none.parquet")
+    assert len(none) == 0
+    assert none.column_names == trace.records().column_names

@@ -1,0 +1,186 @@
+"""What a trace of statistics alone costs to keep and to ask: `python -m benchmarks.records [--records 2000000]`.
+
+A sealed trace is written by the classes of the writer process, without a training: 10,000 steps, in each a record of
+each of two kinds of some layers, whose statistics walk at random as those of a training do. Printed are the bytes of a
+record when sealed, the seconds to open the trace, to find records by two filters, and to export all to Parquet, which
+is held against pyarrow writing the same table from memory. Each is asked in a process of its own, of which the peak of
+memory is printed as well; it is told what to import before the clock runs.
+"""
+
+import argparse
+import multiprocessing
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow.dataset
+import pyarrow.parquet as pq
+
+import replay
+from hookrec.provenance import write_trace_file
+from replay.format import RECORD_SCHEMA, Stream, write_whole
+from replay.log import LogWriter
+from replay.query import connect
+from replay.seal import locked, seal
+from replay.selection import _plain
+
+STEPS = 10_000
+COMMIT_STEPS = 10
+REPEATS = 5
+BARS = {
+    "bytes a record": "at most 32",
+    "open s": "at most 0.2",
+    "filter by statistics s": "at most 0.3",
+    "filter for the one with NaN s": "at most 0.3",
+    "filter by layer and steps s": "at most 0.3",
+    "export, to pyarrow's speed": "at least 0.7",
+}
+
+
+def write(path: Path, records: int) -> None:
+    """Write a sealed trace of so many records."""
+    directory = path / "rank-00000"
+    directory.mkdir(parents=True)
+    plan = {"tensors": False, "store": "zarr", "compression": None}
+    write_trace_file(
+        path, {"pid": os.getpid(), "plan": plan, "trace": {"cwd": ".", "command": [], "packages": {}, "seed": 0}}
+    )
+    write_whole(directory / "model.json", '{"modules": []}')
+    count = records // STEPS
+    kinds = ["output"] * (count - count // 2) + ["grad_output"] * (count // 2)
+    rng = np.random.default_rng(0)
+    shapes = [(8, int(n)) for n in 2 ** rng.integers(6, 14, count)]
+    layers = [f"blocks.{i % (count // 2 or 1)}.linear" for i in range(count)]
+    streams = [Stream(i, layers[i], kinds[i], "", "float32", shapes[i], None) for i in range(count)]
+    write_whole(directory / "streams.jsonl", "".join(stream.to_json() + "\n" for stream in streams))
+    numel = np.array([shape[0] * shape[1] for shape in shapes])
+    scale = np.exp(rng.normal(size=count))
+    with locked(directory):
+        log = LogWriter(directory)
+        for step in range(0, STEPS, COMMIT_STEPS):
+            rows = COMMIT_STEPS * count
+            walk = np.exp(np.cumsum(rng.normal(0, 0.02, (COMMIT_STEPS, count)), 0))
+            std = (scale * walk).ravel()
+            scale = scale * walk[-1]
+            of_rows = np.tile(numel, COMMIT_STEPS)
+            mean = std * rng.normal(0, 0.1, rows)
+            extent = (std * (3 + rng.random(rows))).astype(np.float32)
+            columns = {field.name: np.zeros(rows, field.type.to_pandas_dtype()) for field in RECORD_SCHEMA}
+            columns["step"][:] = np.repeat(np.arange(step, step + COMMIT_STEPS), count)
+            columns["stream"][:], columns["numel"][:] = np.tile(np.arange(count), COMMIT_STEPS), of_rows
+            columns["kept"][:], columns["row"][:], columns["offset"][:] = 1, -1, -1
+            columns["n_zero"][:] = np.where(columns["stream"] % 3 == 0, rng.binomial(of_rows, 0.5), 0)
+            columns["min"][:], columns["max"][:] = -extent, extent * np.float32(0.9)
+            columns["absmax"][:], columns["mean"][:], columns["std"][:] = extent, mean, std
+            columns["l2"][:] = np.sqrt(of_rows * (std**2 + mean**2))
+            columns["n_nan"][0] = step == STEPS - STEPS // 10
+            log.append(columns)
+        log.close()
+        seal(directory, "detached", None, {})
+
+
+def _timed(ask: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        ask()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def time_open(path: Path) -> dict[str, float]:
+    """Open the trace."""
+    return {"open s": _timed(lambda: replay.open(path))}
+
+
+def time_where(path: Path) -> dict[str, float]:
+    """Find some records that are scattered over the trace by their statistics."""
+    trace = replay.open(path)
+    return {
+        "filter by statistics s": _timed(lambda: trace.records(where="absmax > 100")),
+        "of records": len(trace.records(where="absmax > 100")),
+    }
+
+
+def time_nan(path: Path) -> dict[str, float]:
+    """Find the one record with a NaN, as a trigger or `replay first` does."""
+    trace = replay.open(path)
+    return {"filter for the one with NaN s": _timed(lambda: trace.records(where="n_nan > 0"))}
+
+
+def time_layer(path: Path) -> dict[str, float]:
+    """Find the records of one layer in a tenth of the steps."""
+    trace = replay.open(path)
+
+    def ask() -> object:
+        return trace.records(layers="blocks.7.*", steps=slice(STEPS // 2, STEPS // 2 + STEPS // 10))
+
+    return {"filter by layer and steps s": _timed(ask)}
+
+
+def time_export(path: Path) -> dict[str, float]:
+    """Export all records."""
+    target = path.parent / "export.parquet"
+    selection = replay.open(path).select()
+    begin = time.perf_counter()
+    selection.to_parquet(target, overwrite=True)
+    return {"export s": time.perf_counter() - begin, "export MB": target.stat().st_size / 1e6}
+
+
+def time_pyarrow(path: Path) -> dict[str, float]:
+    """Write the same table, which is in memory, by pyarrow."""
+    target = path.parent / "pyarrow.parquet"
+    table = _plain(replay.open(path).records())
+    begin = time.perf_counter()
+    pq.write_table(table, target, compression="zstd")
+    return {"pyarrow s": time.perf_counter() - begin}
+
+
+QUESTIONS = (time_open, time_where, time_nan, time_layer, time_export, time_pyarrow)
+
+
+def _asked(question: Callable[[Path], dict[str, float]], path: Path) -> tuple[dict[str, float], float]:
+    connect().close()
+    pyarrow.dataset.dataset(RECORD_SCHEMA.empty_table())
+    found = question(path)
+    # ru_maxrss would be that of the process that started this one.
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return found, int(status["VmHWM"].split()[0]) * 1024 / 1e6
+
+
+def main() -> None:
+    """Print a line a figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=int, default=2_000_000)
+    parser.add_argument("--folder", type=Path, default=Path())
+    chosen = parser.parse_args()
+    if chosen.records < 16 * STEPS:
+        sys.exit(f"There must be {16 * STEPS:,} records at least, 16 a step.")
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    facts: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
+        path = Path(name) / "trace"
+        begin = time.perf_counter()
+        write(path, chosen.records)
+        facts["write and seal s"] = time.perf_counter() - begin
+        count = replay.open(path).count
+        print(f"{count:,} records, {STEPS:,} steps")
+        nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        facts["bytes a record"] = nbytes / count
+        for question in QUESTIONS:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                found, peak = pool.apply(_asked, (question, path))
+            facts |= found | {f"peak MB of {question.__name__.removeprefix('time_')}": peak}
+    facts["export, to pyarrow's speed"] = facts["pyarrow s"] / facts["export s"]
+    for fact, value in facts.items():
+        print(f"{fact:30} {value:12,.3f} {BARS.get(fact, '')}")
+
+
+if __name__ == "__main__":
+    main()
