@@ -33,8 +33,8 @@ class Capture:
         self._closed = False
         self._ring = ring
         self._wait = plan.when_full == "block"
-        self._keep = KEPT if plan.tensors else NOT_ASKED
-        self._keep_this_step = self._keep
+        self._plan = plan
+        self._keep_this_step = KEPT
         self._renewed = 0  # how many times all streams were begun anew
         self._native = load_native()
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
@@ -128,14 +128,15 @@ class Capture:
             Whether all streams are new from here on: those for which the store has no place cannot take tensors.
         """
         self._wait = plan.when_full == "block"
-        before, self._keep = self._keep, KEPT if plan.tensors else NOT_ASKED
-        anew = plan.tensors and before == NOT_ASKED
+        before, self._plan = self._plan, plan
+        anew = plan.tensors and not before.tensors
         self._renewed += anew
         return anew
 
-    def begin_step(self) -> None:
-        """Keep tensors again, unless the writer has asked for no more of them."""
-        self._keep_this_step = self._keep or self._ring.control.stop_tensors
+    def begin_step(self, step: int) -> None:
+        """Keep tensors again, unless the step is to have none or the writer has asked for no more of them."""
+        keep = KEPT if self._plan.keeps_tensors(step) else NOT_ASKED
+        self._keep_this_step = keep or self._ring.control.stop_tensors
 
     def close(self) -> None:
         """Let go of the ring; what a hook in another thread still brings is dropped."""

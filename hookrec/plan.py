@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hookrec.errors import AttachError
+from hookrec.schedule import ALL_STEPS, schedule_of
 
 KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")
 DEFAULT_KINDS = ("output", "grad_output")
@@ -23,7 +24,7 @@ CLOCKS = ("optimizer", "forward", "manual")
 
 LEAST_RING_BYTES = 10**6
 
-CHANGEABLE = ("layers", "containers", "kinds", "every", "tensors", "when_full")
+CHANGEABLE = ("layers", "containers", "kinds", "every", "steps", "tensors", "tensor_steps", "when_full")
 """What may be changed while a recording is under way; the rest is settled when the writer begins."""
 
 _OF_FLIGHT = ("after", "triggers", "trigger_rest", "trigger_limit", "signals")
@@ -42,7 +43,9 @@ class Plan:
         kinds: what to record of each layer.
         ops: globs over functions of torch, whose results inside of modules are recorded.
         every: record steps 0, `every`, 2 × `every`, ….
+        steps: record these alone: ranges as in Python's slices, with an `x3` for three steps in a row each time.
         tensors: whether tensors are kept, or their statistics alone.
+        tensor_steps: of the recorded steps those whose tensors are kept, written likewise.
         store: layout on the disk.
         compression: how the writer compresses the tensors, if it does.
         ring_bytes: shared memory between the training and the writer, a megabyte at least.
@@ -65,7 +68,9 @@ class Plan:
     kinds: tuple[str, ...] = DEFAULT_KINDS
     ops: tuple[str, ...] = ()
     every: int = 1
+    steps: str = ALL_STEPS
     tensors: bool = True
+    tensor_steps: str = ALL_STEPS
     store: str = "zarr"
     compression: str | None = None
     ring_bytes: int = 512 * 10**6
@@ -102,6 +107,10 @@ class Plan:
         if self.clock != "given":  # which stands for an optimizer that was passed
             _one_of("clock", self.clock, CLOCKS)
         _whole("every", self.every, 1, "steps")
+        schedule_of("steps", self.steps)
+        schedule_of("tensor_steps", self.tensor_steps)
+        if not self.tensors and self.tensor_steps != ALL_STEPS:
+            raise AttachError("tensor_steps says when tensors are kept, and tensors=False that none are.")
         _whole("restart", self.restart, 0, "times")
         if self.ring_bytes < LEAST_RING_BYTES:
             raise AttachError(
@@ -128,6 +137,10 @@ class Plan:
             return
         if not self.tensors:
             raise AttachError("flight mode keeps tensors; leave out tensors=False, or flight.")
+        if self.tensor_steps != ALL_STEPS:
+            raise AttachError(
+                "flight mode chooses the steps whose tensors are kept; leave out tensor_steps, or flight."
+            )
         _whole("flight", self.flight, 1, "steps")
         _whole("after", self.after, 0, "steps")
         _whole("trigger_rest", self.trigger_rest, 0, "steps")
@@ -139,7 +152,11 @@ class Plan:
 
     def samples(self, step: int) -> bool:
         """Whether the step is recorded."""
-        return step % self.every == 0
+        return step % self.every == 0 and step in schedule_of("steps", self.steps)
+
+    def keeps_tensors(self, step: int) -> bool:
+        """Whether the tensors of a recorded step are kept."""
+        return self.tensors and step in schedule_of("tensor_steps", self.tensor_steps)
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `trace.json` has it."""
@@ -167,7 +184,9 @@ def plan_of(
     kinds: str | Iterable[str] = DEFAULT_KINDS,
     ops: str | Iterable[str] = (),
     every: int = 1,
+    steps: str = ALL_STEPS,
     tensors: bool = True,
+    tensor_steps: str = ALL_STEPS,
     store: str = "zarr",
     compression: str | None = None,
     ring: str | int = "512MB",
@@ -196,7 +215,9 @@ def plan_of(
         kinds=as_tuple("kinds", kinds),
         ops=as_tuple("ops", ops),
         every=every,
+        steps=steps,
         tensors=_boolean("tensors", tensors),
+        tensor_steps=tensor_steps,
         store=store,
         compression=compression,
         ring_bytes=parse_bytes(ring),

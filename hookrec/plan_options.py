@@ -24,8 +24,11 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "clock": CLOCKS,
     "durability": DURABILITIES,
 }
+_SCHEDULES = ("steps", "tensor_steps")  # where a number alone is a step
 _LISTS = ("layers", "kinds", "ops", "signals")  # may be given with commas too; conditions have commas of their own
 _MORE = {
+    "steps": "Such as 0:100,1000:2000:10 or ::100x3.",
+    "tensor_steps": "Such as ::100.",
     "layers": "Such as 'blocks.0.*'.",
     "kinds": f"There are {', '.join(KINDS)}.",
     "ring": "Such as 512MB.",
@@ -99,7 +102,7 @@ def changes_of(assignments: tuple[str, ...]) -> dict[str, Any]:
             value = _split((value,))
         elif value.lower() in ("true", "yes", "on", "false", "no", "off"):
             value = value.lower() in ("true", "yes", "on")
-        elif re.fullmatch("[0-9]{1,18}", value):
+        elif name not in _SCHEDULES and re.fullmatch("[0-9]{1,18}", value):
             value = int(value)
         changes[name] = value
     return changes

@@ -36,7 +36,9 @@ def attach(
     kinds: str | Iterable[str] = ("output", "grad_output"),
     ops: str | Iterable[str] = (),
     every: int = 1,
+    steps: str = ":",
     tensors: bool = True,
+    tensor_steps: str = ":",
     store: str = "zarr",
     compression: str | None = None,
     ring: str | int = "512MB",
@@ -71,7 +73,11 @@ def attach(
             of the modules that `layers` matches, leaves or not, is recorded as layers such as `blocks.0/add#1`, the
             second addition in a call of `blocks.0`. Not inside of the leaf modules of `torch.nn`.
         every: record steps 0, `every`, 2 × `every`, …; between them the hooks are gone.
+        steps: record these alone: ranges of steps as Python writes slices, such as "0:100" or "0:100,1000:2000:10", or
+            "::100x3" for three steps in a row each hundred.
         tensors: keep the tensors; else their statistics alone.
+        tensor_steps: of the recorded steps those whose tensors are kept, such as "::100"; the others have their
+            statistics.
         store: layout of the tensors on the disk, "zarr" or "hdf5".
         compression: "zstd", "lz4" or "blosc" (zstd of shuffled bytes), by the writer; without loss. None for none.
         ring: shared memory between the training and the writer process, in bytes or as "512MB".
@@ -107,7 +113,9 @@ def attach(
         kinds=kinds,
         ops=ops,
         every=every,
+        steps=steps,
         tensors=tensors,
+        tensor_steps=tensor_steps,
         store=store,
         compression=compression,
         ring=ring,
