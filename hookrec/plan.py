@@ -27,6 +27,12 @@ LEAST_RING_BYTES = 10**6
 CHANGEABLE = ("layers", "containers", "kinds", "every", "steps", "tensors", "tensor_steps", "when_full")
 """What may be changed while a recording is under way; the rest is settled when the writer begins."""
 
+TENSOR_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""In which tensors may be stored, and their bytes."""
+
+_WIDER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_OF_BATCH = ("output", "grad_output", "input", "grad_input")
+_OF_TENSORS = ("tensor_steps", "tensor_dtype", "tensor_rows")
 _OF_FLIGHT = ("after", "triggers", "trigger_rest", "trigger_limit", "signals")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -46,6 +52,8 @@ class Plan:
         steps: record these alone: ranges as in Python's slices, with an `x3` for three steps in a row each time.
         tensors: whether tensors are kept, or their statistics alone.
         tensor_steps: of the recorded steps those whose tensors are kept, written likewise.
+        tensor_dtype: store tensors of wider floating dtypes in this one; statistics are of what was there.
+        tensor_rows: store that many rows of each activation and gradient, the first samples of the batch.
         store: layout on the disk.
         compression: how the writer compresses the tensors, if it does.
         ring_bytes: shared memory between the training and the writer, a megabyte at least.
@@ -71,6 +79,8 @@ class Plan:
     steps: str = ALL_STEPS
     tensors: bool = True
     tensor_steps: str = ALL_STEPS
+    tensor_dtype: str | None = None
+    tensor_rows: int | None = None
     store: str = "zarr"
     compression: str | None = None
     ring_bytes: int = 512 * 10**6
@@ -109,8 +119,12 @@ class Plan:
         _whole("every", self.every, 1, "steps")
         schedule_of("steps", self.steps)
         schedule_of("tensor_steps", self.tensor_steps)
-        if not self.tensors and self.tensor_steps != ALL_STEPS:
-            raise AttachError("tensor_steps says when tensors are kept, and tensors=False that none are.")
+        _one_of("tensor_dtype", self.tensor_dtype, (None, *TENSOR_DTYPES))
+        if self.tensor_rows is not None:
+            _whole("tensor_rows", self.tensor_rows, 1, "rows")
+        given = [name for name in _OF_TENSORS if getattr(self, name) != getattr(Plan, name)]
+        if given and not self.tensors:
+            raise AttachError(f"{given[0]} says what is kept of tensors, and tensors=False that none are.")
         _whole("restart", self.restart, 0, "times")
         if self.ring_bytes < LEAST_RING_BYTES:
             raise AttachError(
@@ -158,6 +172,14 @@ class Plan:
         """Whether the tensors of a recorded step are kept."""
         return self.tensors and step in schedule_of("tensor_steps", self.tensor_steps)
 
+    def stored(self, kind: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """Return dtype and shape of what is stored of a tensor."""
+        if self.tensor_dtype is not None and _WIDER.get(dtype, 0) > TENSOR_DTYPES[self.tensor_dtype]:
+            dtype = self.tensor_dtype
+        if self.tensor_rows is not None and shape and kind in _OF_BATCH:
+            shape = (min(shape[0], self.tensor_rows), *shape[1:])
+        return dtype, shape
+
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `trace.json` has it."""
         return dataclasses.asdict(self)
@@ -187,6 +209,8 @@ def plan_of(
     steps: str = ALL_STEPS,
     tensors: bool = True,
     tensor_steps: str = ALL_STEPS,
+    tensor_dtype: str | None = None,
+    tensor_rows: int | None = None,
     store: str = "zarr",
     compression: str | None = None,
     ring: str | int = "512MB",
@@ -218,6 +242,8 @@ def plan_of(
         steps=steps,
         tensors=_boolean("tensors", tensors),
         tensor_steps=tensor_steps,
+        tensor_dtype=tensor_dtype,
+        tensor_rows=tensor_rows,
         store=store,
         compression=compression,
         ring_bytes=parse_bytes(ring),

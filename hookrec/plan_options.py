@@ -14,11 +14,23 @@ from typing import Any
 import click
 
 from hookrec.errors import AttachError
-from hookrec.plan import CLOCKS, COMPRESSIONS, DURABILITIES, KINDS, STORES, WHEN_FULL, Plan, plan_of, read_plan
+from hookrec.plan import (
+    CLOCKS,
+    COMPRESSIONS,
+    DURABILITIES,
+    KINDS,
+    STORES,
+    TENSOR_DTYPES,
+    WHEN_FULL,
+    Plan,
+    plan_of,
+    read_plan,
+)
 
 _NONE = "none"  # a word for None, by which the command line takes back what a file with a plan says
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "store": STORES,
+    "tensor_dtype": (None, *TENSOR_DTYPES),
     "compression": COMPRESSIONS,
     "when_full": WHEN_FULL,
     "clock": CLOCKS,
