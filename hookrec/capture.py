@@ -2,7 +2,8 @@
 
 The copy must be finished when this returns: an in-place successor, an optimizer or a reused buffer changes the tensor
 next. For a contiguous tensor on the CPU copy and statistics are one pass of the native kernel. Everything else goes by
-torch: into the ring by `copy_`, which knows strides and devices, and the statistics are taken of the copy.
+torch: into the ring by `copy_`, which knows strides and devices, and the statistics are taken of the copy. Of a tensor
+that is stored in part, its first rows or in a smaller dtype, the statistics are taken of the whole first.
 
 Nothing here is differentiable, draws a random number or keeps a tensor of the model alive.
 """
@@ -36,9 +37,10 @@ class Capture:
         self._closed = False
         self._ring = ring
         self._wait = plan.when_full == "block"
-        self._keep = KEPT if plan.tensors else NOT_ASKED
-        self._keep_this_step = self._keep
+        self._plan = plan
+        self._keep_this_step = KEPT
         self._renewed = 0  # how many times all streams were begun anew
+        self._parts: dict[int, _Part] = {}  # by the number of a stream whose tensors are stored in part
         self._native = load_native()
         for number, facts in enumerate(ring.earlier_streams):
             ring.streams[self._key_of(facts) if "layer" in facts else number] = facts
@@ -55,12 +57,19 @@ class Capture:
 
     def stream(self, layer: str, kind: str, path: str, dtype: torch.dtype, shape: torch.Size) -> int:
         """Return the number of the stream of such records; a new one is told to the writer with the next part."""
-        facts = {"layer": layer, "kind": kind, "path": path, "dtype": DTYPE_NAMES[dtype], "shape": list(shape)}
+        stored_dtype, stored_shape = self._plan.stored(kind, DTYPE_NAMES[dtype], tuple(shape))
+        facts = {"layer": layer, "kind": kind, "path": path, "dtype": stored_dtype, "shape": list(stored_shape)}
+        part = None
+        if (stored_dtype, stored_shape) != (DTYPE_NAMES[dtype], tuple(shape)):
+            facts |= {"of_dtype": DTYPE_NAMES[dtype], "of_shape": list(shape)}
+            part = _Part(getattr(torch, stored_dtype), torch.Size(stored_shape))
         with self.lock:
             streams = self._ring.streams
             # One call gives the number and announces it, so that Ctrl-C cannot come between.
             known = streams.setdefault((self._renewed, layer, kind, path, dtype, shape), {"id": len(streams), **facts})
-        number: int = known["id"]
+            number: int = known["id"]
+            if part is not None:
+                self._parts[number] = part
         return number
 
     def record(self, stream: int, tensor: Tensor, call: Call) -> bytes:
@@ -77,7 +86,8 @@ class Capture:
                 return bytes(STATISTICS.size)
             begin = time.perf_counter()
             ring = self._ring
-            nbytes = tensor.nbytes
+            part = self._parts.get(stream) if self._parts else None
+            nbytes = tensor.nbytes if part is None else part.nbytes
             kept, offset = self._keep_this_step, 0
             if kept == KEPT:
                 if nbytes == 0:
@@ -95,11 +105,14 @@ class Capture:
             row = ring.reserve_row()
             code = NATIVE_DTYPES.get(tensor.dtype)
             address = self._statistics_address + row * ROW_BYTES
+            into = offset if part is None else 0
             if self._native is not None and code is not None and tensor.is_cpu and is_plain(tensor):
-                destination = self._memory_address + offset if offset else None
-                checksum = self._native(tensor.data_ptr(), destination, tensor.numel(), code, address, offset != 0)
+                destination = self._memory_address + into if into else None
+                checksum = self._native(tensor.data_ptr(), destination, tensor.numel(), code, address, into != 0)
             else:
-                checksum = self._record_by_torch(tensor, offset, nbytes, row, code, address)
+                checksum = self._record_by_torch(tensor, into, nbytes, row, code, address)
+            if part is not None and offset:
+                self._store_part(tensor, part, offset)
             begin_row = row * ROW_BYTES
             step, number, micro, mode = call
             ROW.pack_into(ring.rows, begin_row, step, stream, number, micro, mode, kept, 0, offset, nbytes, checksum)
@@ -126,6 +139,13 @@ class Capture:
             self._ring.rows[begin : begin + STATISTICS.size] = describe(values)
             return -1
 
+    def _store_part(self, tensor: Tensor, part: "_Part", offset: int) -> None:
+        """Copy what is stored of a tensor; the writer takes its checksum."""
+        with torch.no_grad():
+            place = self._memory[offset : offset + part.nbytes].view(part.dtype).view(part.shape)
+            values = tensor.detach()
+            place.copy_(values[: part.shape[0]] if len(part.shape) else values)
+
     def fingerprint(self, tensor: Tensor) -> bytes:
         """Return the statistics of a tensor, by which a recomputed value is told from others."""
         return describe(tensor)
@@ -137,14 +157,15 @@ class Capture:
             Whether all streams are new from here on: those for which the store has no place cannot take tensors.
         """
         self._wait = plan.when_full == "block"
-        before, self._keep = self._keep, KEPT if plan.tensors else NOT_ASKED
-        anew = plan.tensors and before == NOT_ASKED
+        before, self._plan = self._plan, plan
+        anew = plan.tensors and not before.tensors
         self._renewed += anew
         return anew
 
-    def begin_step(self) -> None:
-        """Keep tensors again, unless the writer has asked for no more of them."""
-        self._keep_this_step = self._keep or self._ring.control.stop_tensors
+    def begin_step(self, step: int) -> None:
+        """Keep tensors again, unless the step is to have none or the writer has asked for no more of them."""
+        keep = KEPT if self._plan.keeps_tensors(step) else NOT_ASKED
+        self._keep_this_step = keep or self._ring.control.stop_tensors
 
     def close(self) -> None:
         """Let go of the ring; what a hook in another thread still brings is dropped."""
@@ -156,6 +177,17 @@ class Capture:
     def ring_was_full(self) -> bool:
         """Whether the ring was full in this step, so that its tensors are not kept."""
         return self._keep_this_step == RING_FULL
+
+
+class _Part:
+    """What is stored of the tensors of a stream."""
+
+    __slots__ = ("dtype", "nbytes", "shape")
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.nbytes = dtype.itemsize * shape.numel()
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -85,6 +85,7 @@ def _print(facts: dict[str, Any]) -> None:
         say(f"{'':8}step     {recorder['step']:,}, {recorder['steps_per_s']:.3g} a second{age}")
         plan = recorder["plan"]
         shown = {name: plan[name] for name in ("layers", "kinds", "every", "tensors") if name in plan}
+        shown |= {name: plan[name] for name in ("steps", "tensor_steps") if plan.get(name, ":") != ":"}
         words = [f"{n}={','.join(v) if isinstance(v, list) else str(v).lower()}" for n, v in shown.items()]
         say(f"{'':8}plan     {' '.join(words)}")
         if recorder["tensors_stopped"]:
@@ -105,7 +106,8 @@ def _print(facts: dict[str, Any]) -> None:
 def set_(pid: int, assignments: tuple[str, ...], trace: str | None, wait_s: float) -> None:
     """Change what is recorded from the next step on: hookrec set 4711 every=1 layers=a.*,b.*.
 
-    ASSIGNMENTS may be of layers, containers, kinds, every, tensors and when_full. The change is noted in the trace.
+    ASSIGNMENTS may be of layers, containers, kinds, every, steps, tensors, tensor_steps and when_full. The change is
+    noted in the trace.
     """
     changes = changes_of(assignments)
     _do(pid, {"command": "set", "changes": changes, "trace": _absolute(trace)}, wait_s)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from hookrec.errors import AttachError
+from hookrec.schedule import ALL_STEPS, schedule_of
 
 KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")
 DEFAULT_KINDS = ("output", "grad_output")
@@ -23,9 +24,15 @@ CLOCKS = ("optimizer", "forward", "manual")
 
 LEAST_RING_BYTES = 10**6
 
-CHANGEABLE = ("layers", "containers", "kinds", "every", "tensors", "when_full")
+CHANGEABLE = ("layers", "containers", "kinds", "every", "steps", "tensors", "tensor_steps", "when_full")
 """What may be changed while a recording is under way; the rest is settled when the writer begins."""
 
+TENSOR_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
+"""In which tensors may be stored, and their bytes."""
+
+_WIDER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_OF_BATCH = ("output", "grad_output", "input", "grad_input")
+_OF_TENSORS = ("tensor_steps", "tensor_dtype", "tensor_rows")
 _OF_FLIGHT = ("after", "triggers", "trigger_rest", "trigger_limit", "signals")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -42,7 +49,11 @@ class Plan:
         kinds: what to record of each layer.
         ops: globs over functions of torch, whose results inside of modules are recorded.
         every: record steps 0, `every`, 2 × `every`, ….
+        steps: record these alone: ranges as in Python's slices, with an `x3` for three steps in a row each time.
         tensors: whether tensors are kept, or their statistics alone.
+        tensor_steps: of the recorded steps those whose tensors are kept, written likewise.
+        tensor_dtype: store tensors of wider floating dtypes in this one; statistics are of what was there.
+        tensor_rows: store that many rows of each activation and gradient, the first samples of the batch.
         store: layout on the disk.
         compression: how the writer compresses the tensors, if it does.
         ring_bytes: shared memory between the training and the writer, a megabyte at least.
@@ -65,7 +76,11 @@ class Plan:
     kinds: tuple[str, ...] = DEFAULT_KINDS
     ops: tuple[str, ...] = ()
     every: int = 1
+    steps: str = ALL_STEPS
     tensors: bool = True
+    tensor_steps: str = ALL_STEPS
+    tensor_dtype: str | None = None
+    tensor_rows: int | None = None
     store: str = "zarr"
     compression: str | None = None
     ring_bytes: int = 512 * 10**6
@@ -98,6 +113,14 @@ class Plan:
         if self.clock != "given":  # which stands for an optimizer that was passed
             _one_of("clock", self.clock, CLOCKS)
         _whole("every", self.every, 1, "steps")
+        schedule_of("steps", self.steps)
+        schedule_of("tensor_steps", self.tensor_steps)
+        _one_of("tensor_dtype", self.tensor_dtype, (None, *TENSOR_DTYPES))
+        if self.tensor_rows is not None:
+            _whole("tensor_rows", self.tensor_rows, 1, "rows")
+        given = [name for name in _OF_TENSORS if getattr(self, name) != getattr(Plan, name)]
+        if given and not self.tensors:
+            raise AttachError(f"{given[0]} says what is kept of tensors, and tensors=False that none are.")
         _whole("restart", self.restart, 0, "times")
         if self.ring_bytes < LEAST_RING_BYTES:
             raise AttachError(
@@ -124,6 +147,10 @@ class Plan:
             return
         if not self.tensors:
             raise AttachError("flight mode keeps tensors; leave out tensors=False, or flight.")
+        if self.tensor_steps != ALL_STEPS:
+            raise AttachError(
+                "flight mode chooses the steps whose tensors are kept; leave out tensor_steps, or flight."
+            )
         _whole("flight", self.flight, 1, "steps")
         _whole("after", self.after, 0, "steps")
         _whole("trigger_rest", self.trigger_rest, 0, "steps")
@@ -135,7 +162,19 @@ class Plan:
 
     def samples(self, step: int) -> bool:
         """Whether the step is recorded."""
-        return step % self.every == 0
+        return step % self.every == 0 and step in schedule_of("steps", self.steps)
+
+    def keeps_tensors(self, step: int) -> bool:
+        """Whether the tensors of a recorded step are kept."""
+        return self.tensors and step in schedule_of("tensor_steps", self.tensor_steps)
+
+    def stored(self, kind: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """Return dtype and shape of what is stored of a tensor."""
+        if self.tensor_dtype is not None and _WIDER.get(dtype, 0) > TENSOR_DTYPES[self.tensor_dtype]:
+            dtype = self.tensor_dtype
+        if self.tensor_rows is not None and shape and kind in _OF_BATCH:
+            shape = (min(shape[0], self.tensor_rows), *shape[1:])
+        return dtype, shape
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `trace.json` has it."""
@@ -163,7 +202,11 @@ def plan_of(
     kinds: str | Iterable[str] = DEFAULT_KINDS,
     ops: str | Iterable[str] = (),
     every: int = 1,
+    steps: str = ALL_STEPS,
     tensors: bool = True,
+    tensor_steps: str = ALL_STEPS,
+    tensor_dtype: str | None = None,
+    tensor_rows: int | None = None,
     store: str = "zarr",
     compression: str | None = None,
     ring: str | int = "512MB",
@@ -192,7 +235,11 @@ def plan_of(
         kinds=as_tuple("kinds", kinds),
         ops=as_tuple("ops", ops),
         every=every,
+        steps=steps,
         tensors=_boolean("tensors", tensors),
+        tensor_steps=tensor_steps,
+        tensor_dtype=tensor_dtype,
+        tensor_rows=tensor_rows,
         store=store,
         compression=compression,
         ring_bytes=parse_bytes(ring),

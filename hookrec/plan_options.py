@@ -14,18 +14,33 @@ from typing import Any
 import click
 
 from hookrec.errors import AttachError
-from hookrec.plan import CLOCKS, COMPRESSIONS, DURABILITIES, KINDS, STORES, WHEN_FULL, Plan, plan_of, read_plan
+from hookrec.plan import (
+    CLOCKS,
+    COMPRESSIONS,
+    DURABILITIES,
+    KINDS,
+    STORES,
+    TENSOR_DTYPES,
+    WHEN_FULL,
+    Plan,
+    plan_of,
+    read_plan,
+)
 
 _NONE = "none"  # a word for None, by which the command line takes back what a file with a plan says
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "store": STORES,
+    "tensor_dtype": (None, *TENSOR_DTYPES),
     "compression": COMPRESSIONS,
     "when_full": WHEN_FULL,
     "clock": CLOCKS,
     "durability": DURABILITIES,
 }
+_SCHEDULES = ("steps", "tensor_steps")  # where a number alone is a step
 _LISTS = ("layers", "kinds", "ops", "signals")  # may be given with commas too; conditions have commas of their own
 _MORE = {
+    "steps": "Such as 0:100,1000:2000:10 or ::100x3.",
+    "tensor_steps": "Such as ::100.",
     "layers": "Such as 'blocks.0.*'.",
     "kinds": f"There are {', '.join(KINDS)}.",
     "ring": "Such as 512MB.",
@@ -99,7 +114,7 @@ def changes_of(assignments: tuple[str, ...]) -> dict[str, Any]:
             value = _split((value,))
         elif value.lower() in ("true", "yes", "on", "false", "no", "off"):
             value = value.lower() in ("true", "yes", "on")
-        elif re.fullmatch("[0-9]{1,18}", value):
+        elif name not in _SCHEDULES and re.fullmatch("[0-9]{1,18}", value):
             value = int(value)
         changes[name] = value
     return changes

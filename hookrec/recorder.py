@@ -42,7 +42,11 @@ def attach(
     kinds: str | Iterable[str] = ("output", "grad_output"),
     ops: str | Iterable[str] = (),
     every: int = 1,
+    steps: str = ":",
     tensors: bool = True,
+    tensor_steps: str = ":",
+    tensor_dtype: str | None = None,
+    tensor_rows: int | None = None,
     store: str = "zarr",
     compression: str | None = None,
     ring: str | int = "512MB",
@@ -79,7 +83,15 @@ def attach(
             of the modules that `layers` matches, leaves or not, is recorded as layers such as `blocks.0/add#1`, the
             second addition in a call of `blocks.0`. Not inside of the leaf modules of `torch.nn`.
         every: record steps 0, `every`, 2 × `every`, …; between them the hooks are gone.
+        steps: record these alone: ranges of steps as Python writes slices, such as "0:100" or "0:100,1000:2000:10", or
+            "::100x3" for three steps in a row each hundred.
         tensors: keep the tensors; else their statistics alone.
+        tensor_steps: of the recorded steps those whose tensors are kept, such as "::100"; the others have their
+            statistics.
+        tensor_dtype: store tensors of a wider floating dtype in this one: "float32", "bfloat16", "float16" (beyond its
+            range infinite), "float8_e4m3fn" or "float8_e5m2". The statistics are those of the tensor itself.
+        tensor_rows: store so many rows (of the first dimension, the samples of most batches) of each output, input and
+            gradient of these. The statistics are those of all rows.
         store: layout of the tensors on the disk, "zarr" or "hdf5".
         compression: "zstd", "lz4" or "blosc" (zstd of shuffled bytes), by the writer; without loss. None for none.
         ring: shared memory between the training and the writer process, in bytes or as "512MB".
@@ -119,7 +131,11 @@ def attach(
         kinds=kinds,
         ops=ops,
         every=every,
+        steps=steps,
         tensors=tensors,
+        tensor_steps=tensor_steps,
+        tensor_dtype=tensor_dtype,
+        tensor_rows=tensor_rows,
         store=store,
         compression=compression,
         ring=ring,

@@ -301,7 +301,7 @@ class Recording:
         self._began = time.perf_counter()
         self._before = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
         self._ring.high_water_bytes = 0
-        self._capture.begin_step()
+        self._capture.begin_step(self.step_number)
         sampled = self._plan.samples(self.step_number)
         self._clock.begin_step(sampled=sampled)
         if sampled:

@@ -169,7 +169,8 @@ class Writer:
             if found["id"] != self._streams:
                 raise RuntimeError(f"stream {found['id']} was announced where stream {self._streams} is the next")
             shape, codec = tuple(found["shape"]), self._plan["compression"]
-            stream = Stream(**{**found, "location": None, "shape": shape, "codec": codec})
+            of_shape = tuple(found["of_shape"]) if "of_shape" in found else None
+            stream = Stream(**{**found, "location": None, "shape": shape, "codec": codec, "of_shape": of_shape})
             if self._store is not None:
                 stream = self._places.place(stream)
             self._streams_file.write(stream.to_json() + "\n")

@@ -90,6 +90,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "records": trace.count,
         "tensor bytes": trace.nbytes,
         "no tensor": trace.not_kept,
+        "in part": _few(trace.stored_in_part),
         "silent": [f"{layer or '(root)'}: {why}" for layer, why in trace.silent],
         "notes": [_note(note) for note in trace.notes],
         "triggers": [_trigger(line) for line in trace.triggers],
@@ -99,6 +100,11 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "git": f"{git['commit']}{', with changes' if git.get('changed') else ''}" if git.get("commit") else None,
         "versions": provenance.get("packages", {}),
     }
+
+
+def _few(texts: list[str]) -> list[str]:
+    more = len(texts) - _FEW_SHAPES
+    return [*texts[:_FEW_SHAPES], f"and {more:,} more streams"] if more > 0 else texts
 
 
 def _note(note: dict[str, Any]) -> str:
@@ -280,6 +286,8 @@ def show(trace: Path, layer: str, step: int | None, attempt: int | None, as_json
         return
     for name, value in record.items():
         say(f"{name:9} {cell_text(value)}")
+    if (tensor.dtype.name, list(tensor.shape)) != (record["dtype"], list(record["shape"])):
+        say(f"{'stored':9} {tensor.dtype.name} {cell_text(tensor.shape)} of it, shown below")
     if on_terminal():
         from replay.sparklines import curves, distribution, place_of
         from replay.timelines import timelines

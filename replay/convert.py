@@ -304,7 +304,7 @@ class _Rank:
             columns["row"][at], columns["offset"][at], columns["nbytes"][at] = placed
 
     def _read(self, reader: StoreReader, stream: Stream, record: dict[str, Any]) -> bytes:
-        if int(record["numel"]) != int(np.prod(stream.shape, dtype=object)):
+        if int(record["numel"]) != stream.numel:
             raise TraceDamaged("The log and the table of streams differ in its shape.")
         data = bytes(reader.read(stream, int(record["row"]), int(record["offset"]), int(record["nbytes"])))
         if len(data) != stream.nbytes or (data and google_crc32c.value(data) != record["crc32c"]):

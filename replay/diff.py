@@ -7,7 +7,7 @@ the step. Of a step only its measures stay in memory; the tensors go through it 
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +159,7 @@ class _Measured:
     noise: float | None
     compared: str
     note: str
+    dtypes: tuple[str, str]
 
 
 class _Comparison:
@@ -223,12 +224,12 @@ class _Comparison:
                 looked = True
                 rows = self._order_of_rows(pair, rank)
                 found = self._compare(pair, floor, rows)
-            far, compared, note = found
+            far, compared, note, dtypes = found
             noise = self._noise(pair, floor, loaded=loaded)
             if told is not None:
                 told()
             error = math.inf if far is None else error_of(far, pair.a["kind"], loaded=loaded)
-            yield _Measured(pair, far, error, noise, compared, note)
+            yield _Measured(pair, far, error, noise, compared, note, dtypes)
 
     def _noise(self, pair: Pair, floor: float, *, loaded: bool) -> float | None:
         """Return how far A is from its second run; None if that is not known, or nothing that rounding could do."""
@@ -236,16 +237,19 @@ class _Comparison:
         if other is None or trace is None or other["shape"] != pair.a["shape"]:
             return None
         a, b = self._tensor(self._alignment.a, pair.a), self._tensor(trace, other)
-        if a is None or b is None:
+        if a is None or b is None or a.shape != b.shape:
             far = statistics_distance(pair.a, other, floor)
         else:
             far = distance(a, b, rms_of(pair.a), floor)
         error = error_of(far, pair.a["kind"], loaded=loaded)
         return error if math.isfinite(error) else None
 
-    def _compare(self, pair: Pair, floor: float, rows: NDArray[np.int64] | None) -> tuple[Distance | None, str, str]:
-        """Return how far a pair is apart, what was compared, and what is to be said of it."""
+    def _compare(
+        self, pair: Pair, floor: float, rows: NDArray[np.int64] | None
+    ) -> tuple[Distance | None, str, str, tuple[str, str]]:
+        """Return how far a pair is apart, what was compared, what is to be said of it, and in which dtypes it was."""
         ours, theirs = pair.a, pair.b
+        dtypes = ours["dtype"], theirs["dtype"]
         notes = []
         if ours["path"] != theirs["path"]:
             notes.append(f"path {ours['path']!r} in A, {theirs['path']!r} in B")
@@ -253,17 +257,29 @@ class _Comparison:
         if ours["shape"] != theirs["shape"]:
             notes.append(f"shape {_shape(ours)} in A, {_shape(theirs)} in B")
         if ours["numel"] != theirs["numel"]:
-            return None, "shapes", ", ".join(notes)
+            return None, "shapes", ", ".join(notes), dtypes
+        whole = all(tensor is None or tensor.size == ours["numel"] for tensor in (a, b))
+        if a is not None and b is not None and not whole:
+            a, b = _common_rows(a, b)
         if a is None or b is None:
             notes.append("statistics alone: " + _statistics_in_words(ours, theirs))
-            return statistics_distance(ours, theirs, floor), "statistics", ", ".join(notes)
+            return statistics_distance(ours, theirs, floor), "statistics", ", ".join(notes), dtypes
         if rows is not None and a.shape == b.shape and len(a.shape) and len(a) == len(rows) and _is_of_batch(pair):
             b = b[rows]
             notes.append("rows paired by their values")
+        dtypes = a.dtype.name, b.dtype.name  # those in which they are stored
+        notes += [
+            f"stored as {dtype} in {which}"
+            for which, dtype, record in zip("AB", dtypes, (ours, theirs), strict=True)
+            if dtype != record["dtype"]
+        ]
         found, other = self._nearest(a, b, rms_of(ours), floor, notes)
+        if not whole:
+            notes.append(f"the first {len(a)} rows of the tensors, and the statistics of all")
+            found = _farther(found, statistics_distance(ours, theirs, floor))
         if found.unlike and (at := found.where) is not None:
             notes.append(f"{a[at]!s:.12} in A and {other[at]!s:.12} in B at {list(at)}")
-        return found, "tensors", ", ".join(notes)
+        return found, "tensors", ", ".join(notes), dtypes
 
     @staticmethod
     def _nearest(
@@ -296,7 +312,7 @@ class _Comparison:
 
     def _judge(self, step: int, rank: int, measured: list[_Measured]) -> list[dict[str, Any]]:
         bounds = self._bounds[rank].of_step(
-            [(m.pair.a["kind"], m.pair.a["dtype"], m.pair.b["dtype"]) for m in measured],
+            [(m.pair.a["kind"], *m.dtypes) for m in measured],
             [m.error for m in measured],
             [m.noise for m in measured],
         )
@@ -304,8 +320,9 @@ class _Comparison:
 
     def _row(self, step: int, rank: int, measured: _Measured, tolerance: float, before: float) -> dict[str, Any]:
         a, b, far = measured.pair.a, measured.pair.b, measured.distance
-        if a["dtype"] != b["dtype"]:
-            what = f"{a['layer']!r} ({a['kind']}): {a['dtype']} in A, {b['dtype']} in B"
+        dtype_a, dtype_b = measured.dtypes
+        if dtype_a != dtype_b:
+            what = f"{a['layer']!r} ({a['kind']}): {dtype_a} in A, {dtype_b} in B"
             self._dtypes.setdefault((a["layer"], a["kind"]), what)
         return {
             "rank": rank,
@@ -313,8 +330,8 @@ class _Comparison:
             "layer_a": a["layer"],
             "layer_b": b["layer"],
             **{name: a[name] for name in ("kind", "call", "path")},
-            "dtype_a": a["dtype"],
-            "dtype_b": b["dtype"],
+            "dtype_a": dtype_a,
+            "dtype_b": dtype_b,
             "compared": measured.compared,
             "max_abs": math.nan if far is None else far.max_abs,
             "relative": math.nan if far is None else far.relative,
@@ -332,9 +349,9 @@ class _Comparison:
 
     def _order_of_rows(self, pair: Pair, rank: int) -> NDArray[np.int64] | None:
         a, b = self._tensor(self._alignment.a, pair.a), self._tensor(self._alignment.b, pair.b)
-        if a is None or b is None:
+        if a is None or b is None or a.size != pair.a["numel"] or b.size != pair.b["numel"]:
             return None
-        bound = max(self._bounds[rank].of_dtype(record["dtype"]) for record in (pair.a, pair.b))
+        bound = max(self._bounds[rank].of_dtype(tensor.dtype.name) for tensor in (a, b))
         return matching_rows(a, b, math.sqrt(bound))
 
     def _refuse_other_order(self, divergence: Divergence, pairs: list[Pair]) -> None:
@@ -395,3 +412,17 @@ def _statistics_in_words(a: Record, b: Record) -> str:
         if a[name] != b[name]:
             return f"{name} {a[name]} in A, {b[name]} in B"
     return f"l2 {a['l2']:.6g} in A, {b['l2']:.6g} in B"
+
+
+def _common_rows(a: NDArray[Any], b: NDArray[Any]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    """Return the first rows that two tensors both have, where one is stored in part; None if there are no such."""
+    if not a.ndim or a.ndim != b.ndim or a.shape[1:] != b.shape[1:]:
+        return None, None
+    rows = min(len(a), len(b))
+    return a[:rows], b[:rows]
+
+
+def _farther(rows: Distance, whole: Distance) -> Distance:
+    """Return how far rows are apart, made larger where the statistics of the whole tensors are farther apart."""
+    worst = {name: max(getattr(rows, name), getattr(whole, name)) for name in ("unlike", "spread", "peak")}
+    return replace(rows, **worst)

@@ -117,8 +117,10 @@ class Stream:
     """All records alike in (layer, kind, path, dtype, shape).
 
     `shape` is that of one record. `location` is the stream's place in the store; None where the
-    store holds no tensors of it. `codec` is how each record was compressed, None if it was not. `layout` says whether
-    the place is the stream's own, `FIXED`, or shared with streams that differ in shape alone, `RAGGED`.
+    store holds no tensors of it. `dtype` and `shape` are those of what is stored; where that is a part of the tensor,
+    its first rows or its values in another dtype, `of_dtype` and `of_shape` are those of the whole. `codec` is how each
+    record was compressed, None if it was not. `layout` says whether the place is the stream's own, `FIXED`, or shared
+    with streams that differ in shape alone, `RAGGED`.
     """
 
     id: int
@@ -130,6 +132,18 @@ class Stream:
     location: str | None
     codec: str | None = None
     layout: str = FIXED
+    of_dtype: str | None = None
+    of_shape: tuple[int, ...] | None = None
+
+    @property
+    def whole(self) -> tuple[str, tuple[int, ...]]:
+        """Dtype and shape of the tensor that flowed through the layer, of which the statistics are."""
+        return self.of_dtype or self.dtype, self.shape if self.of_shape is None else self.of_shape
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor, as the statistics count them."""
+        return math.prod(self.whole[1])
 
     @property
     def nbytes(self) -> int:
@@ -138,20 +152,20 @@ class Stream:
 
     def to_json(self) -> str:
         """Return the stream's line in `streams.jsonl`, without the newline."""
-        return json.dumps(
-            {
-                "id": self.id,
-                "layer": self.layer,
-                "kind": self.kind,
-                "path": self.path,
-                "dtype": self.dtype,
-                "shape": list(self.shape),
-                "location": self.location,
-                "layout": self.layout,
-                "codec": self.codec,
-            },
-            ensure_ascii=True,
-        )
+        line: dict[str, Any] = {
+            "id": self.id,
+            "layer": self.layer,
+            "kind": self.kind,
+            "path": self.path,
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "location": self.location,
+            "layout": self.layout,
+            "codec": self.codec,
+        }
+        if self.of_shape is not None:
+            line |= {"of_dtype": self.of_dtype, "of_shape": list(self.of_shape)}
+        return json.dumps(line, ensure_ascii=True)
 
     @classmethod
     def from_json(cls, line: str, where: Path) -> "Stream":
@@ -172,6 +186,8 @@ class Stream:
                 location=None if found["location"] is None else _string(found["location"]),
                 codec=found.get("codec"),
                 layout=found["layout"],
+                of_dtype=_string(found["of_dtype"]) if "of_dtype" in found else None,
+                of_shape=tuple(map(_integer, found["of_shape"])) if "of_shape" in found else None,
             )
         except (ValueError, KeyError, TypeError) as error:
             raise TraceDamaged(f"{where} has a line that is no stream: {line[:200]!r} ({error}).") from None
@@ -189,7 +205,12 @@ class Stream:
             )
         if stream.location is not None and not _stays_inside(stream.location):
             raise TraceDamaged(f"{where} has a stream whose location leaves the store: {stream.location!r}.")
-        numpy_dtype(stream.dtype)
+        for dtype in (stream.dtype, stream.whole[0]):
+            numpy_dtype(dtype)
+        if not _is_part(stream):
+            raise TraceDamaged(
+                f"{where} has a stream of shape {list(stream.shape)} that is no first rows of {found.get('of_shape')}."
+            )
         return stream
 
 
@@ -227,6 +248,14 @@ class Rows(NamedTuple):
     def one_a_step(self) -> bool:
         """Whether no step has two rows."""
         return bool(np.all(np.diff(self.step) > 0))
+
+
+def _is_part(stream: Stream) -> bool:
+    """Whether what is stored can be the first rows of the whole, or all of it."""
+    if (stream.of_dtype is None) != (stream.of_shape is None):
+        return False
+    stored, whole = stream.shape, stream.whole[1]
+    return stored == whole or (stored[1:] == whole[1:] and 1 <= len(stored) == len(whole) and stored[0] <= whole[0])
 
 
 def _integer(value: object) -> int:

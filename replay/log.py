@@ -266,7 +266,10 @@ class Log:
         """Yield what `table` returns of all columns, in parts of a million rows or so, of which few are in memory."""
         waiting: list[pa.RecordBatch] = []
         with self._named():
-            for batch in self.dataset().scanner(filter=where, batch_size=COMPACT_ROWS, batch_readahead=8).to_batches():
+            scanner = self.dataset().scanner(
+                columns=RECORD_SCHEMA.names, filter=where, batch_size=COMPACT_ROWS, batch_readahead=8
+            )
+            for batch in scanner.to_batches():
                 if any(column.null_count for column in batch.columns):
                     raise pa.ArrowInvalid("a column has nulls")
                 waiting.append(batch)

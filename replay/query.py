@@ -226,7 +226,7 @@ def _streams(parts: Sequence[Part]) -> pa.Table:
         "location": pa.string(),
     }
     rows = [
-        (part.rank, s.id, s.layer, s.kind, s.path, s.dtype, list(s.shape), s.location)
+        (part.rank, s.id, s.layer, s.kind, s.path, s.whole[0], list(s.whole[1]), s.location)
         for part in parts
         for s in part.streams
     ]

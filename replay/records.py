@@ -24,6 +24,7 @@ def described(table: pa.Table, streams: Sequence[Stream], rank: int, kept: NDArr
 
     Returns:
         Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.
+        Dtype and shape are those of the whole tensor, as the statistics are.
     """
     table = table.combine_chunks()
     count = len(table)
@@ -33,7 +34,7 @@ def described(table: pa.Table, streams: Sequence[Stream], rank: int, kept: NDArr
     def of_stream(values: list[str]) -> pa.Array:
         return pa.DictionaryArray.from_arrays(stream, pa.array(values, pa.string()))
 
-    shapes = pa.array([list(s.shape) for s in streams], pa.list_(pa.int64()))
+    shapes = pa.array([list(s.whole[1]) for s in streams], pa.list_(pa.int64()))
     columns = {
         "rank": pa.array(np.full(count, rank, np.int32)),
         "step": table["step"],
@@ -43,7 +44,7 @@ def described(table: pa.Table, streams: Sequence[Stream], rank: int, kept: NDArr
         "path": of_stream([s.path for s in streams]),
         "micro": table["micro"],
         "mode": pa.DictionaryArray.from_arrays(mode, pa.array(MODES)),
-        "dtype": of_stream([s.dtype for s in streams]),
+        "dtype": of_stream([s.whole[0] for s in streams]),
         "shape": shapes.take(stream),
         "kept": pa.array(kept),
         **{name: table[name] for name in STATISTICS},

@@ -158,6 +158,17 @@ class Trace:
         return recorded - sum(rank.dropped.nbytes for rank in self._ranks.values())
 
     @property
+    def stored_in_part(self) -> list[str]:
+        """Streams of which first rows or values in another dtype are stored, in words; statistics are of the whole."""
+        return [
+            f"{stream.kind} of {stream.layer or '(root)'}: {stream.dtype} {_by(stream.shape)} of {dtype} {_by(shape)}"
+            for number in self.ranks
+            for stream in self._ranks[number].streams
+            for dtype, shape in (stream.whole,)
+            if (dtype, shape) != (stream.dtype, stream.shape)
+        ]
+
+    @property
     def not_kept(self) -> dict[str, int]:
         """How many records have statistics and no tensor, by the reason."""
         found: dict[str, int] = {}
@@ -234,7 +245,8 @@ class Trace:
             rank: which process.
 
         Returns:
-            Array of the shape and dtype of the recorded tensor. A gradient has the unit of loss per unit of output; a
+            Array of the shape and dtype of the recorded tensor, or of what the plan stores of it: its first rows, or
+            its values in another dtype. A gradient has the unit of loss per unit of output; a
             loss averaged over the batch is not rescaled.
 
         Raises:
@@ -257,10 +269,10 @@ class Trace:
         row = int(places.row[at])
         if (why := part.why_no_tensor(stream, int(places.kept[at]), row)) is None:
             # Else a damaged table would have us make an array of any size.
-            if int(places.numel[at]) != int(np.prod(stream.shape, dtype=object)):
+            if int(places.numel[at]) != stream.numel:
                 raise TraceDamaged(
                     f"The log in {part.directory} has {int(places.numel[at])} elements of {stream.kind} of layer "
-                    f"{stream.layer!r}, and streams.jsonl the shape {stream.shape}: one of them is damaged."
+                    f"{stream.layer!r}, and streams.jsonl the shape {stream.whole[1]}: one of them is damaged."
                 )
             try:
                 data = part.store.read(stream, row, int(places.offset[at]), int(places.nbytes[at]))
@@ -511,3 +523,7 @@ class _Rank:
     def _described(self, number: int, table: pa.Table) -> pa.Table:
         self.check(table)
         return described(table, self.streams, number, self.dropped.kept(table))
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape)) or "scalar"

@@ -190,7 +190,10 @@ class _Rank:
                 stream = None
             self._streams.append(stream)
             if stream is not None:
-                key = (stream.layer, stream.kind, stream.path, stream.dtype, stream.shape, stream.location)
+                key = (
+                    *(stream.layer, stream.kind, stream.path, stream.dtype, stream.shape, stream.location),
+                    *stream.whole,
+                )
                 if key in seen:
                     yield self._file(STREAMS_FILE, f"Stream {number} is there twice: {key}.")
                 seen.add(key)
@@ -230,8 +233,8 @@ class _Rank:
 
     def _of_record(self, stream: Stream, record: dict[str, Any], store: StoreReader) -> str | None:
         kept, row = record["kept"], record["row"]
-        if record["numel"] != int(np.prod(stream.shape, dtype=np.int64)):
-            return f"The log has {record['numel']} elements, and the stream the shape {stream.shape}."
+        if record["numel"] != stream.numel:
+            return f"The log has {record['numel']} elements, and the stream the shape {stream.whole[1]}."
         if kept != KEPT:
             return None if kept in WHY_NOT_KEPT else f"The log gives {kept} as the reason why there is no tensor."
         if row < self._dropped.rows.get(stream.id, 0):

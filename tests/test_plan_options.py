@@ -56,7 +56,19 @@ def test_the_help_of_a_command_ends_with_its_exit_codes_in_a_paragraph_of_their_
 def test_what_is_said_on_the_command_line_is_what_attach_is_given():
     options = said(
         *("--layers", "a.*, b", "--layers", "c", "--kinds", "output,update", "--ops", "add,mul"),
-        *("--every", "3", "--no-containers", "--store", "zarr", "--compression", "zstd", "--ring", "64MB"),
+        *(
+            "--every",
+            "3",
+            "--steps",
+            "5:,::9x3",
+            "--no-containers",
+            "--store",
+            "zarr",
+            "--compression",
+            "zstd",
+            "--ring",
+            "64MB",
+        ),
         *("--when-full", "skip", "--clock", "forward", "--max-bytes", "1GB", "--keep-free", "0.2"),
         *("--durability", "power", "--restart", "2", "--flight", "4", "--after", "0"),
         *("--triggers", "loss > 3 * median(loss, 100)", "--triggers", "n_nan > 0"),
@@ -68,6 +80,7 @@ def test_what_is_said_on_the_command_line_is_what_attach_is_given():
         kinds=("output", "update"),
         ops=("add", "mul"),
         every=3,
+        steps="5:,::9x3",
         compression="zstd",
         ring_bytes=64 * 10**6,
         when_full="skip",

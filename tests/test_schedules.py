@@ -1,0 +1,135 @@
+"""Steps are recorded, and tensors kept, at the steps that the plan says, and nowhere else."""
+
+import json
+
+import pytest
+from torch import nn
+
+import hookrec
+import replay
+from hookrec.errors import AttachError
+from hookrec.plan import plan_of, read_plan
+from hookrec.plan_options import changes_of
+from replay.verify import verify
+from tests.samples import convolutional, train
+
+SHAPE = (4, 1, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (":", list(range(30))),
+        ("0:3", [0, 1, 2]),
+        ("27:", [27, 28, 29]),
+        (":4:2", [0, 2]),
+        ("::10", [0, 10, 20]),
+        ("::10x3", [0, 1, 2, 10, 11, 12, 20, 21, 22]),
+        ("5:26:10x2", [5, 6, 15, 16, 25]),
+        ("0:2, 20:29:4", [0, 1, 20, 24, 28]),
+        ("7", [7]),
+        ("7,3,3", [3, 7]),
+        ("0:10,5:12", list(range(12))),
+    ],
+)
+def test_a_schedule_is_ranges_as_in_slices_and_bursts(text, expected):
+    plan = plan_of(steps=text)
+
+    assert [step for step in range(30) if plan.samples(step)] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *((text, "is no range") for text in ("", "a", "0-100", "-1:5", "1:2:3:4", "0:5,", "x3", "٣", "9" * 30)),
+        *((text, "ends before it begins") for text in ("5:5", "9:2")),
+        *((text, "there must be one") for text in ("::0", "::3x4", "::3x0", "0:9x2")),
+        (100, "takes a text: '100' for that step alone, '::100' for each so many"),
+    ],
+)
+@pytest.mark.parametrize("name", ["steps", "tensor_steps"])
+def test_what_is_no_schedule_is_refused_with_what_one_is(name, text, said):
+    with pytest.raises(AttachError, match=f"^{name} is ") as refused:
+        plan_of(**{name: text})
+
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("more", [{"tensors": False}, {"flight": 5}])
+def test_when_tensors_are_kept_is_not_said_where_none_are_or_flight_mode_chooses(more):
+    with pytest.raises(AttachError, match="tensor_steps"):
+        plan_of(tensor_steps="::10", **more)
+
+
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_statistics_come_each_recorded_step_and_tensors_at_their_own_rate(tmp_path, store):
+    watched, twin = convolutional(), convolutional()
+
+    with hookrec.attach(
+        watched, tmp_path / "a", steps="2:12", every=2, tensor_steps="4,::6", store=store, keep_free=0
+    ) as rec:
+        losses = train(watched, SHAPE, 14, rec)
+
+    assert losses == train(twin, SHAPE, 14)
+    trace = replay.open(tmp_path / "a")
+    assert trace.steps == [2, 4, 6, 8, 10]
+    kept = {step: set() for step in trace.steps}
+    for record in trace.records().to_pylist():
+        kept[record["step"]].add(record["kept"])
+    assert kept == {2: {False}, 4: {True}, 6: {True}, 8: {False}, 10: {False}}
+    assert trace.tensor(step=6, layer="4").shape == (4, 3)
+    with pytest.raises(replay.NotRecorded, match="statistics"):
+        trace.tensor(step=8, layer="4")
+    assert list(verify(tmp_path / "a")) == []
+
+
+def test_between_recorded_steps_no_module_has_a_hook(tmp_path):
+    model = convolutional()
+    hooked = []
+
+    with hookrec.attach(model, tmp_path / "a", steps="1:3,5:9:3x2", keep_free=0):
+        for _ in range(10):
+            hooked.append(any(module._forward_hooks for module in model.modules()))
+            train(model, SHAPE, 1)
+
+    assert [step for step, there in enumerate(hooked) if there] == [1, 2, 5, 6, 8]
+
+
+def test_tensors_at_no_step_that_came_leave_a_whole_trace_of_statistics(tmp_path):
+    model = convolutional()
+
+    with hookrec.attach(model, tmp_path / "a", tensor_steps="1000:", keep_free=0):
+        train(model, SHAPE, 3)
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.steps == [0, 1, 2]
+    assert set(trace.records()["kept"].to_pylist()) == {False}
+    assert list(verify(tmp_path / "a")) == []
+
+
+def test_a_schedule_is_changed_while_recording_and_the_trace_says_so(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+
+    with hookrec.attach(model, tmp_path / "a", tensor_steps="0", keep_free=0) as rec:
+        train(model, (3, 2), 2)
+        rec.at_boundary(lambda: rec.change(changes_of(("steps=4:", "tensor_steps=5"))))
+        train(model, (3, 2), 4)
+
+    trace = replay.open(tmp_path / "a")
+    assert trace.steps == [0, 1, 2, 4, 5]
+    kept = [r["step"] for r in trace.records(kinds="output").to_pylist() if r["kept"]]
+    assert kept == [0, 5]
+    notes = [json.loads(line) for line in (tmp_path / "a/rank-00000/notes.jsonl").read_text().splitlines()]
+    assert notes[-1]["note"] == "the plan was changed: steps : -> 4:, tensor_steps 0 -> 5"
+    assert notes[-1]["plan"]["steps"] == "4:"
+
+
+def test_a_file_with_a_plan_has_schedules_and_the_trace_repeats_them(tmp_path):
+    (tmp_path / "plan.toml").write_text('steps = "0:100,1000:2000:10"\ntensor_steps = "::100x3"\n')
+    options = read_plan(tmp_path / "plan.toml")
+
+    with hookrec.attach(nn.Linear(2, 2), tmp_path / "a", keep_free=0, **options):
+        pass
+
+    plan = json.loads((tmp_path / "a/trace.json").read_text())["plan"]
+    assert (plan["steps"], plan["tensor_steps"]) == ("0:100,1000:2000:10", "::100x3")
