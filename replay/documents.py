@@ -34,7 +34,9 @@ def read_identity(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise TraceNotFound(f"{path} {what}. A trace is the directory that was given to hookrec.attach().")
+        raise TraceNotFound(
+            f"{path} {what}. A trace is the directory that was given to hookrec.attach() or `hookrec run`."
+        )
     identity = _read(path / TRACE_FILE)
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
@@ -49,7 +51,7 @@ def read_identity(path: Path) -> dict[str, Any]:
         elif (path.absolute().parent / TRACE_FILE).exists():
             hint = f"The trace is the directory above, {path.absolute().parent}."
         else:
-            hint = "A trace is the directory that was given to hookrec.attach()."
+            hint = "A trace is the directory that was given to hookrec.attach() or `hookrec run`."
         raise TraceNotFound(f"{path} is no trace: it has no {TRACE_FILE}. {hint}")
     version = identity.get("version")
     if identity.get("format") != FORMAT or not isinstance(version, int) or isinstance(version, bool):

@@ -22,13 +22,17 @@ from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Names, Steps, check_globs, globs_of, matches, steps_condition
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
-from replay.query import Part, answer, modules_of, rows_where
+from replay.query import MODULES, Part, answer, modules_of, rows_where
 from replay.records import described
 from replay.seal import further_streams, is_locked, is_sealed
 from replay.selection import Selection
 from replay.stores import open_reader
 
 _Globs = tuple[str, ...] | None
+
+_SCALARS = pa.schema(
+    [("rank", pa.int32()), ("step", pa.int64()), ("time", pa.float64()), ("name", pa.string()), ("value", pa.float64())]
+)
 
 _SMALL_LOG = 1 << 19
 """Records of which the places, 33 bytes each, are looked up together."""
@@ -184,10 +188,8 @@ class Trace:
     def scalars(self) -> pa.Table:
         """Return what was logged: columns rank, step, time (seconds since 1970), name, value."""
         rows = [(number, *row) for number, rank in self._ranks.items() for row in read_scalars(rank.directory)]
-        columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 5
-        types = (pa.int32(), pa.int64(), pa.float64(), pa.string(), pa.float64())
-        names = ["rank", "step", "time", "name", "value"]
-        return pa.table([pa.array(c, t) for c, t in zip(columns, types, strict=True)], names=names)
+        columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(_SCALARS)
+        return pa.table([pa.array(c, t) for c, t in zip(columns, _SCALARS.types, strict=True)], schema=_SCALARS)
 
     def tensor(
         self, step: int, layer: str, kind: str = "output", *, call: int = 0, path: str = "", rank: int = 0
@@ -241,7 +243,7 @@ class Trace:
         if why is not None:
             raise NotRecorded(
                 f"Step {step} of {self.path} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
-                f"{why}. Use records() for the statistics."
+                f"{why}. The statistics are in `replay stats`, in Python in records()."
             )
         if len(data) and google_crc32c.value(bytes(data)) != places.crc32c[at]:
             raise TraceDamaged(
@@ -255,7 +257,8 @@ class Trace:
         if step not in steps:
             last = f"its last committed step is {int(steps[-1])}" if len(steps) else "it has no committed step yet"
             return StepNotCommitted(
-                f"{self.path} has no step {step}; {last}. If recording is under way, call refresh()."
+                f"{self.path} has no step {step}; {last}. If recording is under way, look again later (in Python: "
+                "refresh())."
             )
         there = part.log.table(["stream", "call"], pa.compute.field("step") == step)
         part.check(there)
@@ -325,7 +328,7 @@ class Trace:
         """
         parts = [rank.part(number, None, None, None) for number, rank in sorted(self._ranks.items())]
         modules = {rank: self.modules(rank) for rank in self.ranks}
-        more = {"scalars": self.scalars, "modules": lambda: modules_of(modules)}
+        more = {"scalars": (_SCALARS, self.scalars), "modules": (MODULES, lambda: modules_of(modules))}
         return answer(query, parts, more, self.tensor)
 
     def select(

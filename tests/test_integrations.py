@@ -485,7 +485,7 @@ class TestTensorBoard:
 
         result = CliRunner().invoke(main, ["tensorboard", *(argument.format(**places) for argument in arguments)])
 
-        assert (result.exit_code, words in result.output) == (1, True), result.output
+        assert (result.exit_code, words in result.output) == (2, True), result.output
         assert not (tmp_path / "logs").exists()
 
     def test_without_tensorboard_one_message_says_what_to_install(self, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import click
 
 import replay
 from hookrec.errors import HookrecError
-from replay.command_line import filter_options, trace_argument
+from replay.command_line import Unanswered, filter_options, say, trace_argument
 from replay.filters import Names
 from replay.format import STATISTICS
 
@@ -136,7 +136,7 @@ def command(
 ) -> None:
     """Write the statistics and scalars of a trace for TensorBoard, a chart a layer: tensorboard --logdir LOG_DIR.
 
-    Needs torch and tensorboard. Ends with 1 where they are missing, there is no trace, or LOG_DIR holds something.
+    Needs torch and tensorboard. Ends with 2 where they are missing, there is no trace, or LOG_DIR holds something.
     """
     try:
         count = export(
@@ -149,5 +149,5 @@ def command(
             follow=follow,
         )
     except HookrecError as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(f"wrote {count:,} numbers. Next: tensorboard --logdir {log_dir}", err=True)
+        raise Unanswered(str(error)) from None
+    say(f"wrote {count:,} numbers. Next: tensorboard --logdir {log_dir}", err=True)
