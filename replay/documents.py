@@ -111,7 +111,7 @@ def read_scalars(rank_directory: Path, since: int | None = None) -> Iterator[tup
         for name, value in line["values"].items():
             try:
                 yield line["step"], float(line["time"]), name, float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise TraceDamaged(f"{path} has a value that is no number: {name!r} is {value!r}.") from None
 
 
@@ -165,5 +165,6 @@ def _check(path: Path, found: Any, **members: type | tuple[type, ...]) -> None:
     for name, kind in members.items():
         if name not in found:
             raise TraceDamaged(f"{path} has no {name!r}, which version {VERSION} demands.")
-        if not isinstance(found[name], kind):
-            raise TraceDamaged(f"{path} has {name!r} as {found[name]!r:.80}, which version {VERSION} does not.")
+        value = found[name]
+        if not isinstance(value, kind) or (isinstance(value, int) and not -(2**63) <= value < 2**63):
+            raise TraceDamaged(f"{path} has {name!r} as {value!r:.80}, which version {VERSION} does not.")

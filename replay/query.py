@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from replay.errors import BadQuery, NotRecorded, ReplayError, TraceDamaged
 from replay.format import KEPT, MODES, RECORD_SCHEMA, STATISTICS, Stream
 from replay.log import UNREADABLE
+from replay.records import check_rows
 
 if TYPE_CHECKING:
     import duckdb
@@ -208,12 +210,11 @@ def _add_records(connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part])
         }
         columns = ", ".join(f'{made.get(name, _names([name]))} as "{name}"' for name in _COLUMNS)
         views.append(f"select {columns} from log_{rank}")
-        last = connection.execute(f"select max(stream) from log_{rank}").fetchall()[0][0]
-        if last is not None and last >= len(part.streams):
-            raise TraceDamaged(
-                f"Rank {rank} has records of stream {last}, and {len(part.streams)} streams: lines of streams.jsonl "
-                "are missing. Put that file back from a copy."
-            )
+        odd = connection.sql(
+            f"select stream, mode from log_{rank} "
+            f"where stream not between 0 and {len(part.streams) - 1} or mode >= {len(MODES)} limit 1"
+        )
+        check_rows(odd.to_arrow_table(), len(part.streams), Path(f"Rank {rank}"))
     connection.execute("create view records as " + " union all ".join(views))
     connection.execute("set lock_configuration = true")
 

@@ -23,7 +23,7 @@ from replay.filters import Names, Steps, check_globs, globs_of, matches, steps_c
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
 from replay.query import MODULES, Part, answer, modules_of, rows_where
-from replay.records import described
+from replay.records import check_rows, described
 from replay.seal import further_streams, is_locked, is_sealed
 from replay.selection import Selection
 from replay.stores import open_reader
@@ -245,7 +245,7 @@ class Trace:
                 f"Step {step} of {self.path} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
                 f"{why}. The statistics are in `replay stats`, in Python in records()."
             )
-        if len(data) and google_crc32c.value(bytes(data)) != places.crc32c[at]:
+        if len(data) != stream.nbytes or (data and google_crc32c.value(bytes(data)) != places.crc32c[at]):
             raise TraceDamaged(
                 f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: "
                 "its checksum differs."
@@ -261,7 +261,7 @@ class Trace:
                 "refresh())."
             )
         there = part.log.table(["stream", "call"], pa.compute.field("step") == step)
-        part.check(there)
+        check_rows(there, len(part.streams), part.directory)
         found = [(part.streams[row["stream"]], row["call"]) for row in there.to_pylist()]
         same = [f"{s.kind} (call {c}{f', path {s.path!r}' if s.path else ''})" for s, c in found if s.layer == layer]
         wanted = f"{kind} (call {call}{f', path {path!r}' if path else ''}) for layer {layer!r}"
@@ -397,15 +397,6 @@ class _Rank:
             return WHY_NOT_KEPT.get(kept, "not kept")
         return str(self.dropped) if row < self.dropped.rows.get(stream.id, 0) else None
 
-    def check(self, table: pa.Table) -> None:
-        """Raise TraceDamaged where records are of streams that are not in the table of streams."""
-        last = int(table["stream"].to_numpy().max()) if len(table) else -1
-        if last >= len(self.streams):
-            raise TraceDamaged(
-                f"{self.directory} has records of stream {last}, and {len(self.streams)} streams: lines of "
-                "streams.jsonl are missing. Put that file back from a copy."
-            )
-
     def steps(self) -> NDArray[np.int64]:
         if self._steps is None:
             self._steps = np.unique(self.log.table(["step"])["step"].to_numpy())
@@ -425,7 +416,7 @@ class _Rank:
             names = list(_Places.__dataclass_fields__)
             table = self.log.table(names, where)
             columns = {name: table[name].to_numpy() for name in names}
-            known = np.flatnonzero(columns["stream"] < len(keys))
+            known = np.flatnonzero((columns["stream"] >= 0) & (columns["stream"] < len(keys)))
             of_rows = keys[columns["stream"][known]]
             order = np.lexsort((columns["step"][known], of_rows))
             columns = {name: column[known][order] for name, column in columns.items()}
@@ -456,5 +447,5 @@ class _Rank:
     def records(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> pa.Table:
         condition = self._condition(layers, kinds, steps)
         table = self.log.table(None, condition)
-        self.check(table)
+        check_rows(table, len(self.streams), self.directory)
         return described(table, self.streams, number, self.dropped.kept(table))
