@@ -15,6 +15,7 @@ _ELSEWHERE = {
     "daemon": "hookrec.daemon_command:daemon",
     "detach": "hookrec.control_commands:detach",
     "pin": "hookrec.pin_command:pin",
+    "rerun": "hookrec.rerun_command:rerun_layers",
     "run": "hookrec.run_command:run",
     "set": "hookrec.control_commands:set_",
     "status": "hookrec.control_commands:status",

@@ -27,7 +27,7 @@ Exit status:
     type=click.Choice([*CODECS, "none"]),
     default="none",
     show_default=True,
-    help="How each tensor is compressed, without loss; the HDF5 store has none.",
+    help="How each tensor is compressed, without loss.",
 )
 def convert_trace(trace: Path, target: Path, store: str, compression: str) -> None:
     """Write TRACE anew as TARGET, in another store or compression. TRACE stays as it is.

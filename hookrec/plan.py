@@ -93,10 +93,6 @@ class Plan:
             raise AttachError("ops are recorded as output and grad_output, and kinds has neither.")
         _one_of("store", self.store, STORES)
         _one_of("compression", self.compression, COMPRESSIONS)
-        if self.store == "hdf5" and self.compression is not None:
-            raise AttachError(
-                "The HDF5 store does not compress while it records. Use store='zarr', or compression=None."
-            )
         _one_of("when_full", self.when_full, WHEN_FULL)
         _one_of("durability", self.durability, DURABILITIES)
         if self.clock != "given":  # which stands for an optimizer that was passed

@@ -11,7 +11,7 @@ import click
 
 import replay
 from replay.check import Finding, Report, all_rules, choose, examine
-from replay.command_line import json_option, print_json, say, trace_argument
+from replay.command_line import attempt_option, json_option, print_json, say, trace_argument
 from replay.printable import printable
 from replay.rulebook import SEVERITIES, rules_of_file
 
@@ -53,6 +53,7 @@ to write one."""
 @click.option("--only", multiple=True, metavar="RULE", help="Run this rule; may be repeated.")
 @click.option("--skip", multiple=True, metavar="RULE", help="Do not run this rule; may be repeated.")
 @click.option("--since", type=click.IntRange(0, 2**62), help="Only what was so at this step or later.")
+@attempt_option
 @click.option(
     "--fail-on",
     type=click.Choice([*SEVERITIES, "never"]),
@@ -69,13 +70,14 @@ def check(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     since: int | None,
+    attempt: int | None,
     fail_on: str,
     verbose: bool,
     as_json: bool,
 ) -> None:
     """Find what is wrong with a training, the most probable cause first."""
     rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
     if as_json:
         print_json(dataclasses.asdict(report))

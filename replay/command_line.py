@@ -72,6 +72,11 @@ class Commands(click.Group):
 
 
 trace_argument = click.argument("trace", type=click.Path(path_type=Path))
+attempt_option = click.option(
+    "--attempt",
+    type=click.IntRange(0, 2**31),
+    help="Of a training that was resumed: what there was up to this attempt, of replay info.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 limit_option = click.option(
     "--limit", default=40, show_default=True, type=click.IntRange(1, 2**31), help="Rows to print."

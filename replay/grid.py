@@ -241,7 +241,7 @@ class Records:
         found: dict[int, dict[str, dict[int, float]]] = {}
         for rank, directory in self.trace.directories.items():
             scalars = found.setdefault(rank, {})
-            for step, _, name, value in read_scalars(directory, since=self._begin):
+            for step, _, name, value in read_scalars(directory, self._begin, self.trace.attempt):
                 if step >= self._begin:
                     scalars.setdefault(name, {})[step] = value
         return found

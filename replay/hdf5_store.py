@@ -7,7 +7,9 @@ from there on only bytes inside of the datasets are written, at the addresses th
 straight from shared memory. So it is as fast as Zarr, a live segment is readable by anybody, and no crash can harm what
 HDF5 needs to find its way. How many rows of a dataset are filled is the log's affair.
 
-When the trace is sealed, `tensors.h5` is written beside the segments: of each stream a virtual dataset of the rows
+Compressed records differ in size, so they have no such room; they lie in a file of their own, of `hdf5_chunks`.
+
+When the trace is sealed, `tensors.h5` is written beside these files: of each stream a virtual dataset of the rows
 that are there, with the coordinates `step`, `call` and `micro`, of which `step` is its dimension scale.
 """
 
@@ -15,6 +17,7 @@ import contextlib
 import json
 import os
 import re
+import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +25,11 @@ from typing import Any
 
 import numpy as np
 
+from replay import hdf5_chunks
 from replay.errors import TraceDamaged
 from replay.files import PAGE, VECTOR, Files, sync
-from replay.format import ML_DTYPES, Placed, Rows, Stream, as_attribute, numpy_dtype, parsed, whole_lines
+from replay.format import Placed, Rows, Stream, parsed, whole_lines
+from replay.hdf5_types import dataset_name, hdf5_type, new_links, set_attributes, shape_of, wrong_attribute
 
 MASTER = "tensors.h5"
 SEGMENTS_FILE = "segments.jsonl"
@@ -33,6 +38,8 @@ _SEGMENT = re.compile(r"tensors-\d{5,}\.h5")
 _FIRST_SEGMENT_BYTES = 1 << 28
 _SEGMENT_BYTES = 1 << 31
 _SEGMENT_ROWS = 1 << 16
+_UNREADABLE = (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError, struct.error)
+"""What HDF5, h5py and we raise at files that are damaged."""
 
 
 @dataclass
@@ -59,12 +66,13 @@ class Hdf5Writer:
     def __init__(self, rank_directory: Path) -> None:
         self._directory = rank_directory
         self._files = Files(os.O_RDWR)
+        self._chunks = hdf5_chunks.Appender(rank_directory, self._files)
         self._streams: dict[int, Stream] = {}
         self._rows: dict[int, int] = {}
         self._parts: dict[int, _Part] = {}
         self._new: list[int] = []
         self._known = _read_parts(rank_directory)
-        self._segment = 1 + max((_number(path) for path in rank_directory.glob("tensors-*.h5*")), default=-1)
+        self._segment = 1 + max((_number(path) for path in rank_directory.glob("tensors-[0-9]*.h5*")), default=-1)
         self._lines = (rank_directory / SEGMENTS_FILE).open("a", encoding="utf-8")
 
     def add(self, stream: Stream, rows: int = 0) -> None:
@@ -74,7 +82,7 @@ class Hdf5Writer:
         part = next((part for part in self._known.get(stream.id, ()) if part.first <= rows < part.end), None)
         if part is not None:
             self._parts[stream.id] = part
-        elif stream.nbytes:
+        elif stream.nbytes and stream.codec is None:
             self._new.append(stream.id)
 
     def append(self, stream_id: int, memory: memoryview, places: Sequence[int]) -> list[Placed]:
@@ -96,6 +104,8 @@ class Hdf5Writer:
         placed: list[Placed] = []
         if not nbytes:
             placed = [Placed(first + i, 0, 0) for i in range(len(places))]
+        elif stream.codec is not None:
+            placed = self._chunks.append(stream, first, memory, places)
         while len(placed) < len(places):
             row = first + len(placed)
             part = self._part(stream_id, row)
@@ -196,7 +206,11 @@ class Hdf5Reader:
         Raises:
             TraceDamaged: the file is missing or too short.
         """
-        return self._files.read(self._segment(stream, row), offset, nbytes) if nbytes else bytearray()
+        if not stream.nbytes:
+            return bytearray()
+        if stream.codec is not None:
+            return hdf5_chunks.read(self._files, self._directory, stream, offset, nbytes)
+        return self._files.read(self._segment(stream, row), offset, nbytes)
 
     def _segment(self, stream: Stream, row: int) -> Path:
         for look in (1, 2):
@@ -224,7 +238,10 @@ def seal_streams(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
     """
     import h5py
 
-    parts = _read_parts(rank_directory)
+    streams = list(streams)
+    compressed = _compressed(streams)
+    hdf5_chunks.seal_chunks(rank_directory, compressed)
+    parts = _read_parts(rank_directory) | _parts_of(rank_directory, compressed)
     partial = rank_directory / (MASTER + ".partial")
     with _errors_of_the_system(partial), h5py.File(partial, "w", libver=("v110", "v110")) as file:
         for stream, rows in streams:
@@ -232,7 +249,7 @@ def seal_streams(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
                 continue
             group = file.require_group(stream.location)
             data = _make_virtual(group, stream, len(rows.step), parts.get(stream.id, ()))
-            for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
+            for name, values in rows.coordinates.items():
                 group.create_dataset(name, data=values)
             group["step"].make_scale("step")
             data.dims[0].attach_scale(group["step"])
@@ -266,15 +283,23 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
         try:
             with h5py.File(path, "r", locking=False) as file:
                 for stream, part in inside:
-                    data = file[_dataset_name(stream)]
-                    if data.shape != (part.rows, *stream.shape) or data.id.get_offset() != part.offset:
+                    data = file[dataset_name(stream)]
+                    if data.shape != (part.rows, *shape_of(stream)) or data.id.get_offset() != part.offset:
                         yield path, f"Stream {stream.id} does not lie in it where {SEGMENTS_FILE} says."
-                    elif wrong := _wrong_attribute(data, stream):
+                    elif wrong := wrong_attribute(data, stream):
                         yield path, wrong
-        except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        except _UNREADABLE as error:
             yield path, f"HDF5 cannot read it: {error}"
     if not sealed:
         return
+    compressed = _compressed(streams)
+    parts |= _parts_of(rank_directory, compressed)
+    path = rank_directory / hdf5_chunks.FILE
+    try:
+        for sentence in hdf5_chunks.chunk_faults(rank_directory, compressed):
+            yield path, sentence
+    except _UNREADABLE as error:
+        yield path, f"HDF5 cannot read it: {error}"
     path = rank_directory / MASTER
     try:
         with h5py.File(path, "r", locking=False) as file:
@@ -282,9 +307,9 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
                 if stream.location is None:
                     continue
                 group = file[stream.location]
-                if group["data"].shape != (len(rows.step), *stream.shape):
+                if group["data"].shape != (len(rows.step), *shape_of(stream)):
                     yield path, f"Stream {stream.id} has the shape {group['data'].shape} in it."
-                if wrong := _wrong_attribute(group["data"], stream):
+                if wrong := wrong_attribute(group["data"], stream):
                     yield path, wrong
                 if stream.nbytes and len(rows.step):
                     sources = [
@@ -298,11 +323,26 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
                     ]
                     if sources != list(_sources(stream, len(rows.step), parts.get(stream.id, ()))):
                         yield path, f"It does not join the segments of stream {stream.id} as {SEGMENTS_FILE} has them."
-                for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
+                for name, values in rows.coordinates.items():
                     if not np.array_equal(group[name][()], values):
                         yield path, f"{name!r} of stream {stream.id} is not what the log has."
-    except (OSError, KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+    except _UNREADABLE as error:
         yield path, f"HDF5 cannot read it: {error}"
+
+
+def _compressed(streams: Iterable[tuple[Stream, Rows]]) -> list[tuple[Stream, Rows]]:
+    """Return the streams that have compressed records."""
+    return [
+        (stream, rows)
+        for stream, rows in streams
+        if stream.location is not None and stream.codec is not None and stream.nbytes and len(rows.step)
+    ]
+
+
+def _parts_of(rank_directory: Path, compressed: Iterable[tuple[Stream, Rows]]) -> dict[int, list[_Part]]:
+    """Return where the rows of compressed streams are."""
+    path = rank_directory / hdf5_chunks.FILE
+    return {stream.id: [_Part(path, 0, len(rows.step), 0)] for stream, rows in compressed}
 
 
 def _sources(stream: Stream, count: int, parts: Sequence[_Part]) -> Iterator[tuple[str, str, int, Any]]:
@@ -310,26 +350,19 @@ def _sources(stream: Stream, count: int, parts: Sequence[_Part]) -> Iterator[tup
     for part in parts:
         rows = min(part.rows, count - part.first)
         if rows > 0:
-            zeros = (0, *(0 for _ in stream.shape))
+            zeros = (0, *(0 for _ in shape_of(stream)))
             yield (
                 part.path.name,
-                _dataset_name(stream).decode(),
+                dataset_name(stream).decode(),
                 part.first,
-                (zeros, (rows - 1, *(n - 1 for n in stream.shape))),
+                (zeros, (rows - 1, *(n - 1 for n in shape_of(stream)))),
             )
-
-
-def _wrong_attribute(data: Any, stream: Stream) -> str | None:
-    for name in ("layer", "kind", "path", "dtype"):
-        if data.attrs[name] != as_attribute(getattr(stream, name)):
-            return f"Stream {stream.id} has another {name} in it: {data.attrs[name]!r}."
-    return None
 
 
 def _make_virtual(group: Any, stream: Stream, count: int, parts: Sequence[_Part]) -> Any:
     import h5py
 
-    space = h5py.h5s.create_simple((count, *stream.shape))
+    space = h5py.h5s.create_simple((count, *shape_of(stream)))
     properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     if stream.nbytes and count:
         properties.set_layout(h5py.h5d.VIRTUAL)
@@ -337,15 +370,15 @@ def _make_virtual(group: Any, stream: Stream, count: int, parts: Sequence[_Part]
             rows = min(part.rows, count - part.first)
             if rows <= 0:
                 continue
-            target, source = space.copy(), h5py.h5s.create_simple((part.rows, *stream.shape))
-            target.select_hyperslab((part.first, *(0 for _ in stream.shape)), (rows, *stream.shape))
-            source.select_hyperslab((0, *(0 for _ in stream.shape)), (rows, *stream.shape))
+            target, source = space.copy(), h5py.h5s.create_simple((part.rows, *shape_of(stream)))
+            target.select_hyperslab((part.first, *(0 for _ in shape_of(stream))), (rows, *shape_of(stream)))
+            source.select_hyperslab((0, *(0 for _ in shape_of(stream))), (rows, *shape_of(stream)))
             # HDF5 takes the name for a format.
-            name = _dataset_name(stream).replace(b"%", b"%%")
+            name = dataset_name(stream).replace(b"%", b"%%")
             properties.set_virtual(target, part.path.name.encode(), name, source)
-    made = h5py.h5d.create(group.id, b"data", _hdf5_type(stream.dtype), space, dcpl=properties)
+    made = h5py.h5d.create(group.id, b"data", hdf5_type(stream.dtype), space, dcpl=properties)
     data = h5py.Dataset(made)
-    _set_attributes(data, stream)
+    set_attributes(data, stream)
     return data
 
 
@@ -360,20 +393,18 @@ def _make_segment(path: Path, streams: Sequence[tuple[Stream, int]]) -> list[int
     properties.set_layout(h5py.h5d.CONTIGUOUS)
     properties.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
     properties.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-    links = h5py.h5p.create(h5py.h5p.LINK_CREATE)
-    links.set_create_intermediate_group(True)
-    links.set_char_encoding(h5py.h5t.CSET_UTF8)
+    links = new_links()
     offsets = []
     with (
         _errors_of_the_system(path),
         h5py.File(h5py.h5f.create(os.fsencode(path), h5py.h5f.ACC_TRUNC, fapl=access)) as file,
     ):
         for stream, rows in streams:
-            space = h5py.h5s.create_simple((rows, *stream.shape))
+            space = h5py.h5s.create_simple((rows, *shape_of(stream)))
             made = h5py.h5d.create(
-                file.id, _dataset_name(stream), _hdf5_type(stream.dtype), space, dcpl=properties, lcpl=links
+                file.id, dataset_name(stream), hdf5_type(stream.dtype), space, dcpl=properties, lcpl=links
             )
-            _set_attributes(h5py.Dataset(made), stream)
+            set_attributes(h5py.Dataset(made), stream)
             offsets.append(int(made.get_offset()))
     return offsets
 
@@ -385,38 +416,6 @@ def _errors_of_the_system(path: Path) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise OSError(f"HDF5 could not write {path.name}: {' '.join(str(error).split())}") from error
-
-
-def _dataset_name(stream: Stream) -> bytes:
-    return f"{stream.location}/data".encode()
-
-
-def _set_attributes(dataset: Any, stream: Stream) -> None:
-    for name in ("layer", "kind", "path", "dtype"):
-        dataset.attrs[name] = as_attribute(getattr(stream, name))
-
-
-def _hdf5_type(dtype: str) -> Any:
-    """Return the HDF5 type of a dtype.
-
-    Of the formats that neither HDF5 nor numpy has, those with IEEE's infinities are described to HDF5, which then reads
-    them as wider floats. Of the others it would take the largest values for infinities; they are bits.
-    """
-    import h5py
-
-    if dtype in _FLOATS:
-        size, fields, bias = _FLOATS[dtype]
-        described = h5py.h5t.IEEE_F32LE.copy()
-        described.set_fields(*fields)
-        described.set_ebias(bias)
-        described.set_precision(8 * size)
-        described.set_size(size)
-        return described
-    return h5py.h5t.py_create(np.dtype(np.uint8) if dtype in ML_DTYPES else numpy_dtype(dtype), logical=True)
-
-
-_FLOATS = {"bfloat16": (2, (15, 7, 8, 0, 7), 127), "float8_e5m2": (1, (7, 2, 5, 0, 2), 15)}
-"""Bytes; positions and sizes of sign, exponent and mantissa; bias."""
 
 
 def _read_parts(rank_directory: Path) -> dict[int, list[_Part]]:

@@ -5,9 +5,10 @@ be compressed. Past that the number of files would grow with the number of shape
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+from replay.codecs import MOST_BYTES
 from replay.format import FIXED, RAGGED, Locations, Stream
 
 FEW_SHAPES = 2
@@ -24,9 +25,10 @@ class Places:
     Args:
         store: in the HDF5 store no place is shared: there, many streams need no more files than one.
         streams: those that have places already.
+        closed: those of the places that take no more.
     """
 
-    def __init__(self, store: str, streams: Iterable[Stream] = ()) -> None:
+    def __init__(self, store: str, streams: Iterable[Stream] = (), closed: Collection[str | None] = ()) -> None:
         self._shares = store == "zarr"
         self._shapes: Counter[tuple[object, ...]] = Counter()
         self._shared: dict[tuple[object, ...], str] = {}
@@ -35,6 +37,8 @@ class Places:
             if stream.location is None:
                 continue
             taken.add(stream.location)
+            if stream.location in closed:
+                continue
             if stream.layout == RAGGED:
                 self._shared[_alike(stream)] = stream.location
             else:
@@ -42,7 +46,9 @@ class Places:
         self._locations = Locations(iter(taken))
 
     def place(self, stream: Stream) -> Stream:
-        """Return a stream with a place."""
+        """Return a stream with a place; without its codec, if its records are too large for any."""
+        if stream.nbytes > MOST_BYTES:
+            stream = replace(stream, codec=None)
         alike = _alike(stream)
         if self._shares and stream.codec is None and self._shapes[alike] >= FEW_SHAPES:
             if alike not in self._shared:

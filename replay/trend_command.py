@@ -7,6 +7,7 @@ import click
 
 import replay
 from replay.command_line import (
+    attempt_option,
     filter_options,
     json_option,
     limit_option,
@@ -28,6 +29,7 @@ _WIDTH = 40
 @filter_options
 @click.option("--stat", default="l2", show_default=True, type=click.Choice(STATISTICS), help="The statistic.")
 @limit_option
+@attempt_option
 @json_option
 def trend(
     trace: Path,
@@ -36,6 +38,7 @@ def trend(
     where: str | None,
     stat: str,
     limit: int,
+    attempt: int | None,
     as_json: bool,
 ) -> None:
     """Print how a statistic of each layer and kind went over the steps, as a small curve a line.
@@ -47,7 +50,7 @@ def trend(
 
     Ends with 0, also where no record is so.
     """
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     try:
         lines = timelines(opened, stat, layers or None, kinds or None, where)
     except replay.NotRecorded:

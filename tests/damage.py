@@ -47,6 +47,7 @@ EVERYTHING = 500
 
 ARRAY = f"{RANK}/tensors.zarr/0/output/data/zarr.json"
 SHARD = f"{RANK}/tensors.zarr/0/output/data/c/0/0"
+CHUNKS = f"{RANK}/tensors-compressed.h5"
 _VALUES = (
     *("null", "true", "-1", "0", "1", "3", "1e999", "-1e999", "NaN", "1.5", "0.1", str(2**31), str(2**63), str(10**30)),
     *(str(10**13), "1" + "0" * 400, "-1" + "0" * 400),
@@ -169,6 +170,8 @@ TARGETS = {
     "tensors, zstd": Target(SHARD, Written.read_tensors, codec="zstd"),
     "tensors, lz4": Target(SHARD, Written.read_tensors, codec="lz4"),
     "tensors, blosc": Target(SHARD, Written.read_tensors, codec="blosc"),
+    "tensors, hdf5 zstd": Target(CHUNKS, Written.read_tensors, "hdf5", "zstd"),
+    "tensors, hdf5 blosc": Target(CHUNKS, Written.read_tensors, "hdf5", "blosc", sealed=True),
     "tensors, hdf5": Target(f"{RANK}/tensors-00000.h5", Written.read_tensors, "hdf5"),
 }
 

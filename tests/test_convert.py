@@ -43,9 +43,10 @@ def test_a_trace_goes_through_both_stores_and_is_the_same(tmp_path):
     assert want[0] == tensors
 
     convert(tmp_path / "a", tmp_path / "b", "hdf5", None)
-    convert(tmp_path / "b", tmp_path / "c", "zarr", "zstd")
+    convert(tmp_path / "b", tmp_path / "d", "hdf5", "lz4")
+    convert(tmp_path / "d", tmp_path / "c", "zarr", "zstd")
 
-    for name in "bc":
+    for name in "bcd":
         assert everything(tmp_path / name, tensors) == want
         assert list(verify(tmp_path / name)) == []
     assert (tmp_path / "b/rank-00000/tensors.h5").exists()
@@ -53,10 +54,10 @@ def test_a_trace_goes_through_both_stores_and_is_the_same(tmp_path):
     identity = json.loads((tmp_path / "c/trace.json").read_text())
     assert identity["plan"] == {"store": "zarr", "compression": "zstd"}
     assert identity["converted_from"] == {
-        "path": str(tmp_path / "b"),
+        "path": str(tmp_path / "d"),
         "id": "0" * 32,
         "store": "hdf5",
-        "compression": None,
+        "compression": "lz4",
     }
     ends = [json.loads((tmp_path / name / "rank-00000/end.json").read_text()) for name in "ab"]
     assert ends[0] == ends[1]
@@ -158,7 +159,8 @@ def test_dropped_tensors_stay_dropped_and_are_no_damage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("store", "compression", "sealed"), [("zarr", None, True), ("zarr", "zstd", False), ("hdf5", None, True)]
+    ("store", "compression", "sealed"),
+    [("zarr", None, True), ("zarr", "zstd", False), ("hdf5", None, True), ("hdf5", "zstd", True)],
 )
 def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, store, compression, sealed):
     """A log that is not sealed comes in batches of three records, one that is in a single batch."""
@@ -276,7 +278,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         ("there", "zarr", None, "exists"),
         ("a/b", "zarr", None, "inside"),
         ("foreign", "zarr", None, "Remove it"),
-        ("b", "hdf5", "zstd", "no compression"),
+        ("b", "hdf5", "gzip", "no store"),
         ("b", "tape", None, "no store"),
     ):
         with pytest.raises(CannotConvert, match=why):

@@ -129,9 +129,9 @@ def recording(tmp_path):
         yield begin
 
 
-@pytest.mark.parametrize("store", ["zarr", "hdf5"])
-def test_whenever_the_power_fails_each_committed_step_is_whole(tmp_path, disk, recording, store):
-    recorded = recording("runs/a", store=store)
+@pytest.mark.parametrize(("store", "compression"), [("zarr", None), ("hdf5", None), ("hdf5", "zstd")])
+def test_whenever_the_power_fails_each_committed_step_is_whole(tmp_path, disk, recording, store, compression):
+    recorded = recording("runs/a", store=store, compression=compression)
     for step in range(7):
         recorded.step(step)
 

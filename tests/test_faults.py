@@ -247,8 +247,8 @@ def test_any_name_of_a_module_is_a_layer(tmp_path, store):
     assert [int(trace.tensor(0, name)) for name in names] == list(range(len(names)))
 
 
-@pytest.mark.parametrize("store", ["zarr", "hdf5"])
-def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path, store):
+@pytest.mark.parametrize(("store", "compression"), [("zarr", None), ("hdf5", None), ("hdf5", "zstd")])
+def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path, store, compression):
     odd = [
         torch.empty(0, 3),
         torch.tensor(float("nan")),
@@ -259,9 +259,10 @@ def test_odd_tensors_are_recorded_in_logical_order_or_named(tmp_path, store):
         torch.tensor([True, False]),
         torch.arange(4, dtype=torch.bfloat16),
         torch.arange(4.0).to(torch.float8_e4m3fn),
+        torch.arange(6.0).view(2, *[1] * 40, 3),
     ]
-    model = nn.Identity()
-    with hookrec.attach(model, tmp_path / "a", clock="manual", ring="1MiB", store=store, keep_free=0):
+    model, plan = nn.Identity(), {"store": store, "compression": compression}
+    with hookrec.attach(model, tmp_path / "a", clock="manual", ring="1MiB", keep_free=0, **plan):
         for tensor in odd:
             model(tensor)
         model(torch.zeros(2_000_000))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from replay.format import CODECS
 from tests.handwritten import Written, write_trace
 from tests.stored import write_stored
 
@@ -29,7 +30,7 @@ def said(script: str, expression: str, directory: Path) -> str:
 
 
 def only_script(of: str, having: str) -> str:
-    (script,) = [script for script in SCRIPTS if f"import {of}\n" in script and having in script]
+    (script,) = [script for script in SCRIPTS if f"import {of}\n\n" in script and having in script]
     return script
 
 
@@ -38,6 +39,15 @@ def test_the_scripts_read_a_tensor_by_layer_and_step_without_our_code(tmp_path, 
     tensors = write_stored(tmp_path / "runs" / store, store)
 
     assert said(only_script(library, "tensor ="), "tensor.tobytes().hex()", tmp_path) == tensors[3, "0"].hex()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_h5py_reads_a_compressed_tensor_by_the_filters_of_a_plugin(tmp_path, codec):
+    tensors = write_stored(tmp_path / "runs/compressed", "hdf5", codec)
+
+    found = said(only_script("hdf5plugin", "tensor ="), "tensor.tobytes().hex()", tmp_path)
+
+    assert found == tensors[3, "0"].hex()
 
 
 def test_zarr_reads_a_tensor_of_many_shapes(tmp_path):

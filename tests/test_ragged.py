@@ -112,7 +112,7 @@ def test_a_torn_trace_is_recovered_for_other_programs(tmp_path, small_shards):
         assert place["data"][begin : begin + numel].reshape(place["shape"][i]).tolist() == WANTED[step, "0"]
 
 
-@pytest.mark.parametrize("target", [("hdf5", None), ("zarr", "zstd"), ("zarr", None)])
+@pytest.mark.parametrize("target", [("hdf5", None), ("hdf5", "zstd"), ("zarr", "zstd"), ("zarr", None)])
 def test_a_conversion_gives_each_store_what_it_can_hold(tmp_path, target):
     path = written(tmp_path / "a")
 

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import h5py
+import hdf5plugin  # noqa: F401  (it registers filters)
 import numpy as np
 import pytest
 import torch
@@ -19,13 +21,16 @@ from torch.nn import functional
 import hookrec
 import replay
 from hookrec.statistics import FIELDS, STATISTICS, describe
+from replay.verify import verify
 from tests.oracle import Oracle, differences, leaves, recorded
 from tests.samples import SAMPLES, convolutional, train
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.mark.parametrize("how", [{}, {"store": "hdf5"}, {"compression": "zstd"}, {"compression": "blosc"}])
+@pytest.mark.parametrize(
+    "how", [{}, {"store": "hdf5"}, {"compression": "zstd"}, {"store": "hdf5", "compression": "blosc"}]
+)
 @pytest.mark.parametrize("make", SAMPLES)
 def test_each_record_is_bit_for_bit_what_a_clone_holds(tmp_path, make, how):
     model, twin = make(), make()
@@ -201,7 +206,7 @@ from torch import nn
 torch.set_num_threads(1)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 8))
 optimizer = torch.optim.SGD(model.parameters(), 0.0)
-hookrec.attach(model, sys.argv[1], store=sys.argv[2], keep_free=0)
+hookrec.attach(model, sys.argv[1], store=sys.argv[2], compression=sys.argv[4] or None, keep_free=0)
 step = 0
 while True:
     optimizer.zero_grad()
@@ -213,11 +218,28 @@ while True:
 """
 
 
+_MOMENTS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 50))]
+
+
 @pytest.mark.parametrize(("store", "shapes"), [("zarr", "one"), ("hdf5", "one"), ("zarr", "many")])
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 50))])
+@pytest.mark.parametrize("seed", _MOMENTS)
 def test_a_killed_training_leaves_each_step_whole(tmp_path, seed, store, shapes):
-    trace_path = tmp_path / "a"
-    command = [sys.executable, "-c", KILLED, str(trace_path), store, shapes]
+    _kill(tmp_path / "a", seed, store, shapes)
+
+
+@pytest.mark.parametrize("seed", _MOMENTS[3:])
+def test_a_killed_training_leaves_hdf5_of_compressed_steps(tmp_path, seed):
+    _kill(tmp_path / "a", seed, "hdf5", "one", "zstd")
+
+    assert list(verify(tmp_path / "a")) == []
+    last = replay.open(tmp_path / "a").steps[-1]
+    with h5py.File(tmp_path / "a/rank-00000/tensors.h5") as file:
+        assert file["2/grad_output/step"][-1] == last
+        assert (file["2/grad_output/data"][-1] == 1).all()
+
+
+def _kill(trace_path, seed: int, store: str, shapes: str, compression: str = "") -> None:
+    command = [sys.executable, "-c", KILLED, str(trace_path), store, shapes, compression]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     process.stdout.readline()

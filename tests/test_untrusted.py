@@ -129,11 +129,11 @@ def test_facts_of_other_types_are_printed_as_they_are(tmp_path, provenance):
     write_stored(tmp_path / "a", steps=1)
     file = tmp_path / "a/trace.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "provenance": provenance}))
-    (tmp_path / "a/rank-00000/notes.jsonl").write_text('{"layer": null, "note": "of no step"}\n')
+    (tmp_path / "a/rank-00000/notes.jsonl").write_text('{"step": null, "layer": null, "note": "of no step"}\n')
 
     result = CliRunner().invoke(main, ["info", str(tmp_path / "a")])
 
-    assert result.exit_code == 0, result.exception
+    assert result.exit_code == 0, result.output
     assert "all layers: of no step" in result.output
 
 

@@ -15,11 +15,13 @@ from click.testing import CliRunner
 import replay
 from replay.cli import main
 from replay.errors import ReplayError, StepNotCommitted
+from replay.format import CODECS
+from replay.seal import locked, seal
 from replay.verify import verify
 from tests.stored import write_stored
 
 KINDS = [("zarr", None, True), ("zarr", "zstd", True), ("zarr", "blosc", True), ("hdf5", None, True)]
-KINDS += [("zarr", None, False), ("hdf5", None, False)]
+KINDS += [("zarr", None, False), ("hdf5", None, False), ("hdf5", "zstd", True), ("hdf5", "lz4", False)]
 
 
 def damages(path: Path) -> list:
@@ -130,6 +132,30 @@ def test_a_virtual_dataset_that_shows_other_rows_is_named(tmp_path, name, first)
         )
 
     assert [(p.file, "join" in p.message) for p in damages(tmp_path)] == [("rank-00000/tensors.h5", True)]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_an_index_of_chunks_that_shows_others_is_named(tmp_path, codec):
+    write_stored(tmp_path, "hdf5", codec)
+    file = tmp_path / "rank-00000/tensors-compressed.h5"
+    data = bytearray(file.read_bytes())
+    root = data.rindex(b"TREE\x01\x00\x05\x00")  # five chunks of the last stream, a scalar: keys of 24 bytes
+    data[root + 24 + 24 : root + 24 + 24 + 8] = data[root + 24 + 32 + 24 : root + 24 + 32 + 24 + 8]
+    file.write_bytes(data)
+
+    assert [(p.file, "chunks" in p.message) for p in damages(tmp_path)] == [("rank-00000/tensors-compressed.h5", True)]
+
+
+def test_compressed_records_without_their_file_are_named(tmp_path):
+    write_stored(tmp_path, "hdf5", "zstd", sealed=False)
+    (tmp_path / "rank-00000/tensors-compressed.h5").unlink()
+
+    with locked(tmp_path / "rank-00000"):
+        seal(tmp_path / "rank-00000", "recovered", None, {})
+
+    found = damages(tmp_path)
+    assert len([p for p in found if p.step is not None and "tensors-compressed.h5" in p.message]) == 15
+    assert [p.file for p in found if p.step is None] == ["rank-00000/tensors-compressed.h5"]
 
 
 def test_a_line_of_triggers_that_is_none_is_named(tmp_path):
