@@ -128,14 +128,15 @@ class Condition:
             hint = ""
             if "=" in self._source and not any(sign in self._source for sign in ("==", "!=", "<=", ">=")):
                 hint = "; equality is =="
-            where = (getattr(error, "offset", None) or 1) - 1
+            where = (getattr(error, "offset", None) or len(self._source) + 1) - 1  # 0 is the end
             self._refuse(where, f"{getattr(error, 'msg', error)}{hint}")
 
     def _refuse(self, where: ast.AST | int | None, why: str) -> NoReturn:
         if isinstance(where, ast.AST):
             # Python counts bytes.
             where = len(self._source.encode()[: getattr(where, "col_offset", 0)].decode(errors="ignore"))
-        place = "" if where is None else f" at position {where + 1}, before {self._source[where : where + 20]!r}"
+        before = "" if where is None else self._source[where : where + 20]
+        place = "" if where is None else f" at position {where + 1}, before {before!r}" if before else " at its end"
         raise AttachError(
             f"The trigger {self.text[:200]!r} cannot be understood{place}: {why}. "
             f"Columns are {', '.join(COLUMNS)}; other names are numbers given to rec.log(). Functions are "

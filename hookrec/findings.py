@@ -112,7 +112,8 @@ class Conditions:
             keys = np.stack([_numbers(rows[name]) for name in ("layer", "kind")])
             firsts = np.unique(keys, axis=1, return_index=True)[1] if len(rows) else np.zeros(0, np.int64)
             for row in rows.take(pa.array(np.sort(firsts))).to_pylist():
-                facts = ", ".join(f"{name} {row[name]:.4g}" for name in ("n_nan", "absmax", "mean", "std", "l2"))
+                facts = f"n_nan {row['n_nan']}, "
+                facts += ", ".join(f"{name} {row[name]:.4g}" for name in ("absmax", "mean", "std", "l2"))
                 layer = repr(row["layer"]) if row["layer"] else "(root)"
                 found.append(
                     Noticed(

@@ -125,7 +125,7 @@ def choose(layers: list[Layer], globs: tuple[str, ...], *, containers: bool) -> 
     if not candidates:
         raise AttachError(
             "The model has no leaf module that could be recorded. "
-            "Pass containers=True to record the module itself, or check what was passed as the model."
+            "Pass containers=True (--containers) to record the module itself, or check what was passed as the model."
         )
     chosen = set()
     for glob in globs:
@@ -138,7 +138,10 @@ def choose(layers: list[Layer], globs: tuple[str, ...], *, containers: bool) -> 
 
 def _no_match(glob: str, layers: list[Layer], candidates: list[Layer], *, containers: bool) -> str:
     if not containers and any(fnmatch.fnmatchcase(layer.name, glob) for layer in layers if layer.why_not is None):
-        return f"layers={glob!r} matches containers only, no leaf module. Pass containers=True to record those."
+        return (
+            f"layers={glob!r} matches containers only, no leaf module. Pass containers=True (--containers) to record "
+            "those."
+        )
     for layer in layers:
         if layer.why_not is not None and fnmatch.fnmatchcase(layer.name, glob):
             return f"layers={glob!r} matches {layer.name!r}, which cannot be recorded: {layer.why_not}."

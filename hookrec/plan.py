@@ -59,7 +59,7 @@ class Plan:
         ring_bytes: shared memory between the training and the writer, a megabyte at least.
         when_full: wait for the writer when the ring is full ("block"), or drop the tensors of the step ("skip").
         clock: what ends a step.
-        max_bytes: bytes of tensors past which only statistics are recorded.
+        max_bytes: bytes of tensors past which only statistics are recorded; the step that passes them is kept whole.
         keep_free: share of the file system that is left free, likewise.
         durability: whether a commit outlives the processes, or a loss of power as well.
         restart: how many times another writer process is started when it dies.

@@ -99,7 +99,7 @@ def attach(
             step and keeps their statistics.
         clock: what ends a step: "optimizer" (the first that steps and holds parameters of the model), an optimizer,
             "forward" (a forward pass of the model begins a step) or "manual" (`step()`).
-        max_bytes: bytes of tensors past which only statistics are recorded.
+        max_bytes: bytes of tensors past which only statistics are recorded; the step that passes them is kept whole.
         keep_free: share of the file system to leave free, likewise.
         durability: what a step that is committed outlives: "process", the death of training and writer, by any signal;
             "power", a loss of power as well, for which the writer waits for the disk before each commit. The training

@@ -416,6 +416,9 @@ class Recording:
                 "the limit on the disk was reached" if control.stop_tensors == LIMIT else "tensors could not be written"
             )
             warn(f"from step {self.step_number} on only statistics are recorded: {why}. See `replay info`.")
+        elif self._told_to_stop and not control.stop_tensors:
+            self._told_to_stop = False
+            warn(f"from step {self.step_number + 1} on tensors are recorded again: there is room on the disk.")
 
     # The end.
 

@@ -194,7 +194,7 @@ class Triggers:
         at = int(np.argmax(truth))
         layer, kind, path = (self._streams[name][rows["stream"][at]] for name in ("layer", "kind", "path"))
         measured = [name for name in sorted(condition.columns) if name not in ("layer", "kind", "path")]
-        found += [f"{name} = {judged.columns[name][at]}" for name in measured]
+        found += [f"{name} = {judged.columns[name][at] if name == 'mode' else rows[name][at]}" for name in measured]
         more = int(truth.sum()) - 1
         where = f"layer {layer!r}, {kind}{f' {path}' if path else ''}, call {rows['call'][at]}"
         return f"{where}: {', '.join(found)}{f'; {more} more records' if more else ''}"

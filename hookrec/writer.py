@@ -6,6 +6,7 @@ that are whole and seals the trace. It never imports torch.
 """
 
 import contextlib
+import errno
 import json
 import math
 import mmap
@@ -15,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,6 +57,11 @@ assert _ROW_DTYPE.fields["numel"][1] == ROW.size
 _REST_S = 0.025
 _RING_BYTES_A_SECOND = 8e9
 _NICE = 10
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_LOOK_AGAIN_S = 2.0
+_STEPS_OF_ROOM = 4
+"""Tensors begin again when there is room for so many steps, and after each time for twice as many: no flapping."""
 
 
 class Writer:
@@ -100,6 +107,12 @@ class Writer:
         self._bytes = before.nbytes if before else 0
         self._taken = self._committed = self._control.released  # positions in the ring
         self._messages = self._control.committed
+        self._limit_step: int | None = None  # the last whose tensors are kept, where a limit was reached
+        self._may_begin_again = False
+        self._stops = 0
+        self._look_again = 0.0
+        self._step_bytes = 0  # of tensors in the largest commit
+        self._not_in_store: list[tuple[Stream, int]] = []
         self._unacknowledged = 0  # messages that were taken and not committed
         self._unreleased_bytes = 0  # of tensors that were taken and not committed
         for stream in before.streams if before else ():
@@ -184,6 +197,8 @@ class Writer:
             try:
                 self._store.add(stream, rows)
             except OSError as error:
+                self._not_in_store.append((stream, rows))
+                self._may_begin_again |= error.errno in _NO_ROOM
                 self._stop_tensors(STORE_FAILED, error)
 
     def _write_tensors(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
@@ -197,6 +212,7 @@ class Writer:
         columns["row"] = np.full(count, -1, np.int64)
         columns["offset"] = np.full(count, -1, np.int64)
         columns["crc32c"] = np.zeros(count, np.uint32)
+        self._apply_limit(columns)
         kept = np.flatnonzero(columns["kept"] == KEPT)
         order = kept[np.argsort(columns["stream"][kept], kind="stable")]
         ends = (np.flatnonzero(np.diff(columns["stream"][order], append=-1)) + 1).tolist()
@@ -209,6 +225,7 @@ class Writer:
             except OSError as error:
                 found += [Placed(-1, -1, 0)] * (end - begin)
                 columns["kept"][order[begin:end]] = STORE_FAILED
+                self._may_begin_again |= error.errno in _NO_ROOM
                 self._stop_tensors(STORE_FAILED, error)
             begin = end
         if found:
@@ -223,6 +240,18 @@ class Writer:
         columns["nbytes"][failed] = checksums[failed] = 0
         self._bytes += int(columns["nbytes"].sum())
         return columns
+
+    def _apply_limit(self, columns: dict[str, NDArray[Any]]) -> None:
+        """Keep no tensor of the steps behind the one in which a limit was reached, though the ring still has them."""
+        kept = columns["kept"] == KEPT
+        nbytes = np.cumsum(np.where(kept, columns["nbytes"], 0))
+        self._step_bytes = max(self._step_bytes, int(nbytes[-1]) if len(nbytes) else 0)
+        if self._limit_step is None and self._plan["compression"] is None:  # else the bytes are not known yet
+            past = np.flatnonzero(self._bytes + nbytes > self._plan["max_bytes"])
+            if len(past):
+                self._limit_step = int(columns["step"][past[0]])
+        if self._limit_step is not None:
+            columns["kept"][kept & (columns["step"] > self._limit_step)] = LIMIT
 
     def _write_stream(self, stream: int, places: list[int]) -> list[Placed]:
         """Write the tensors of a stream; return where each is.
@@ -246,7 +275,10 @@ class Writer:
                 self._bring_to_disk(columns)
             self._log.append(columns)
         if self._store is not None and not self._control.stop_tensors:
-            self._check_limits()
+            self._check_limits(int(columns["step"].max()) if len(columns["step"]) else -1)
+        elif self._may_begin_again and time.monotonic() >= self._look_again:
+            self._look_again = time.monotonic() + _LOOK_AGAIN_S
+            self._begin_again()
 
     def _bring_to_disk(self, columns: dict[str, NDArray[Any]]) -> None:
         """Bring to the disk itself what a commit names, before it is there: tensors, then the tables."""
@@ -255,6 +287,7 @@ class Writer:
                 self._store.sync()
             except OSError as error:
                 self._take_back(columns, STORE_FAILED)
+                self._may_begin_again = False  # what a failed sync has lost is not known
                 self._stop_tensors(STORE_FAILED, error)
         for file in (self._streams_file, self._scalars_file, self._notes_file):
             os.fdatasync(file.fileno())
@@ -278,15 +311,20 @@ class Writer:
         for stream, count in self._uncommitted.items():
             self._store.rewind(stream, count)
 
-    def _check_limits(self) -> None:
+    def _check_limits(self, step: int = -1) -> None:
+        """Stop the tensors behind a step if a limit is reached."""
         if self._bytes > self._plan["max_bytes"]:
+            self._limit_step = step if self._limit_step is None else self._limit_step
             self._stop_tensors(
-                LIMIT, f"{self._bytes:,} bytes of tensors are recorded, more than max_bytes={self._plan['max_bytes']:,}"
+                LIMIT,
+                f"max_bytes={self._plan['max_bytes']:,} was reached in step {self._limit_step}, which is kept whole; "
+                f"there are {self._bytes:,} bytes of tensors",
             )
             return
         disk = os.statvfs(self._directory)
         if disk.f_bavail < self._plan["keep_free"] * disk.f_blocks:
             free = disk.f_bavail * disk.f_frsize / 1e9
+            self._limit_step, self._may_begin_again = step, True
             self._stop_tensors(
                 LIMIT, f"{free:.1f} GB are free on the disk, less than keep_free={self._plan['keep_free']}"
             )
@@ -294,7 +332,27 @@ class Writer:
     def _stop_tensors(self, why: int, reason: object) -> None:
         if not self._control.stop_tensors:
             self._control.stop_tensors = why
+            self._stops += 1
+            self._look_again = time.monotonic() + _LOOK_AGAIN_S
             self.note(f"from here on statistics only: {reason}")
+
+    def _begin_again(self) -> None:
+        """Take tensors again if there is room for some steps: by trying, since a quota shows in no other way."""
+        need = _STEPS_OF_ROOM * 2**self._stops * self._step_bytes
+        disk = os.statvfs(self._directory)
+        if disk.f_bavail - need / disk.f_frsize < self._plan["keep_free"] * disk.f_blocks:
+            return
+        try:
+            with tempfile.TemporaryFile(dir=self._directory) as file:
+                os.posix_fallocate(file.fileno(), 0, need + mmap.PAGESIZE)
+            while self._not_in_store and self._store is not None:
+                self._store.add(*self._not_in_store[0])
+                self._not_in_store.pop(0)
+        except OSError:
+            return
+        self._limit_step, self._may_begin_again = None, False
+        self._control.stop_tensors = 0
+        self.note("there is room on the disk again: tensors are kept from the next step on")
 
     def note(self, note: str) -> None:
         """Write down what concerns all layers."""

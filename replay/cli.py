@@ -77,7 +77,8 @@ def info(trace: Path, attempt: int | None, as_json: bool) -> None:
 def _facts(trace: replay.Trace) -> dict[str, Any]:
     steps = trace.steps
     provenance = trace.identity["provenance"]
-    git = provenance.get("git") or {}
+    command, git = provenance.get("command"), provenance.get("git")
+    git = git if isinstance(git, dict) else {}
     return {
         "trace": str(trace.path),
         "status": trace.status,
@@ -96,7 +97,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "triggers": [_trigger(line) for line in trace.triggers],
         "cost": _cost(trace),
         "created": trace.identity["created"],
-        "command": " ".join(provenance.get("command", ())),
+        "command": " ".join(map(str, command)) if isinstance(command, list) else command,
         "git": f"{git['commit']}{', with changes' if git.get('changed') else ''}" if git.get("commit") else None,
         "versions": provenance.get("packages", {}),
     }

@@ -124,7 +124,9 @@ def diff(
         TraceDamaged: the log of a trace cannot be read. A tensor that cannot is compared by its statistics.
     """
     if b is None and ranks is None:
-        raise BadQuery("diff() compares two traces, or two ranks of one: give b, or ranks=(0, 1).")
+        raise BadQuery(
+            "Two traces are compared, or two ranks of one: name B, or --ranks 0,1 (in Python: ranks=(0, 1))."
+        )
     if pair not in (None, "rows"):
         raise BadQuery(f"pair is {pair!r}; it is None, or 'rows' to pair the samples of a batch by their values.")
     with contextlib.ExitStack() as stack:

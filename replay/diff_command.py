@@ -161,8 +161,8 @@ def _ranks(text: str | None) -> tuple[int, int] | None:
 
 
 def _by_layer(found: Diff) -> list[dict[str, Any]]:
-    """The worst record of each layer and kind; those that differ first, then by the size of the error."""
-    worst: dict[tuple[str, str], dict[str, Any]] = {}
+    """The worst record of each layer, kind and path; those that differ first, then by the size of the error."""
+    worst: dict[tuple[str, str, str], dict[str, Any]] = {}
     names = (
         "layer_a",
         "kind",
@@ -178,7 +178,7 @@ def _by_layer(found: Diff) -> list[dict[str, Any]]:
     )
     for batch in found.rows.select(names).to_batches():
         for row in batch.to_pylist():
-            key = row["layer_a"], row["kind"]
+            key = row["layer_a"], row["kind"], row["path"]
             row["error"] = math.inf if row["error"] is None else row["error"]
             entry = worst.setdefault(key, {**row, "error": -1.0, "outside": 0, "records": 0})
             entry["records"] += 1
@@ -212,7 +212,8 @@ def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
         say(printable(note))
     differing = [row for row in by_layer if not row["within"]]
     if differing:
-        say(f"\n{len(differing)} of {len(by_layer)} layers and kinds differ; by the size of the error:\n")
+        what = "layers, kinds and paths" if any(row["path"] for row in by_layer) else "layers and kinds"
+        say(f"\n{len(differing)} of {len(by_layer)} {what} differ; by the size of the error:\n")
         print_rows(differing[:limit], False, _COLUMNS)
         if len(differing) > limit:
             say(f"{len(differing) - limit:,} more; --limit shows them.", err=True)

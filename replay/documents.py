@@ -35,7 +35,9 @@ def read_identity(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise TraceNotFound(f"{path} {what}. A trace is the directory that was given to hookrec.attach().")
+        raise TraceNotFound(
+            f"{path} {what}. A trace is the directory that was given to hookrec.attach() or `hookrec run`."
+        )
     identity = _read(path / TRACE_FILE)
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
@@ -50,7 +52,7 @@ def read_identity(path: Path) -> dict[str, Any]:
         elif (path.absolute().parent / TRACE_FILE).exists():
             hint = f"The trace is the directory above, {path.absolute().parent}."
         else:
-            hint = "A trace is the directory that was given to hookrec.attach()."
+            hint = "A trace is the directory that was given to hookrec.attach() or `hookrec run`."
         raise TraceNotFound(f"{path} is no trace: it has no {TRACE_FILE}. {hint}")
     version = identity.get("version")
     if identity.get("format") != FORMAT or not isinstance(version, int) or isinstance(version, bool):
@@ -115,7 +117,7 @@ def read_scalars(
         for name, value in line["values"].items():
             try:
                 yield line["step"], float(line["time"]), name, float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise TraceDamaged(f"{path} has a value that is no number: {name!r} is {value!r}.") from None
 
 
@@ -179,5 +181,6 @@ def _check(path: Path, found: Any, **members: type | tuple[type, ...]) -> None:
     for name, kind in members.items():
         if name not in found:
             raise TraceDamaged(f"{path} has no {name!r}, which version {VERSION} demands.")
-        if not isinstance(found[name], kind):
-            raise TraceDamaged(f"{path} has {name!r} as {found[name]!r:.80}, which version {VERSION} does not.")
+        value = found[name]
+        if not isinstance(value, kind) or (isinstance(value, int) and not -(2**63) <= value < 2**63):
+            raise TraceDamaged(f"{path} has {name!r} as {value!r:.80}, which version {VERSION} does not.")

@@ -14,7 +14,7 @@ import numpy as np
 from replay.charts import Chart, Panel
 from replay.errors import MissingPackage
 from replay.exponents import shown, verdict
-from replay.scales import BROKEN, NOTHING, PALETTE, caption_of, fitted
+from replay.scales import BROKEN, NOTHING, PALETTE, caption_of, fitted, line_numbers
 from replay.series import Floats
 
 if TYPE_CHECKING:
@@ -50,19 +50,20 @@ def draw(chart: Chart) -> "Figure":
 def draw_lines(chart: Chart) -> "Figure":
     """Draw the rows of each panel as lines over its columns."""
     figure = _figure(chart, [max(2.4, 0.9 + 0.16 * len(panel.rows)) for panel in chart.panels])
+    numbers = line_numbers(chart)
+    colours = _line_colours(len(numbers))
     for axes, panel in zip(_axes(figure, len(chart.panels)), chart.panels, strict=True):
-        _draw_lines(axes, panel, chart)
+        _draw_lines(axes, panel, chart, [colours[numbers[name]] for name in panel.whole or panel.rows])
         axes.set_title(_plain(panel.name), fontsize=9, loc="left")
         axes.set_xlabel(chart.axes[0])
         axes.set_ylabel(chart.label)
     return figure
 
 
-def _draw_lines(axes: "Axes", panel: Panel, chart: Chart) -> None:
+def _draw_lines(axes: "Axes", panel: Panel, chart: Chart, colours: list[Any]) -> None:
     from matplotlib.ticker import MaxNLocator
 
     values, steps = fitted(panel.values, logarithmic=chart.logarithmic), np.asarray(panel.columns)
-    colours = _line_colours(len(panel.rows))
     handles = []
     for row, colour in zip(values, colours, strict=True):
         known = np.isfinite(row)

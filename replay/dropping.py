@@ -50,9 +50,11 @@ class Dropped:
         """Return whether the tensors of rows of the log are there; takes the columns stream, kept and row."""
         kept: NDArray[np.bool_] = table["kept"].to_numpy() == KEPT
         if self.rows:
-            begins = np.zeros(max(self.rows) + 2, np.int64)
-            begins[list(self.rows)] = list(self.rows.values())
-            kept &= table["row"].to_numpy() >= begins[np.minimum(table["stream"].to_numpy(), len(begins) - 1)]
+            streams = np.array(sorted(self.rows), np.int64)
+            begins = np.array([self.rows[stream] for stream in streams.tolist()], np.int64)
+            found = table["stream"].to_numpy()
+            at = np.minimum(np.searchsorted(streams, found), len(streams) - 1)
+            kept &= (streams[at] != found) | (table["row"].to_numpy() >= begins[at])
         return kept
 
 
@@ -88,8 +90,8 @@ def read_dropped(rank_directory: Path) -> Dropped:
         why, time, nbytes = found["why"], found["time"], found["bytes"]
         if not (isinstance(why, str) and isinstance(time, str)):
             raise TypeError("why and time are strings")
-        if any(not isinstance(number, int) or number < 0 for number in (nbytes, *rows, *rows.values())):
-            raise TypeError("bytes, and what streams says, are numbers from 0")
+        if any(not isinstance(number, int) or not 0 <= number < 2**63 for number in (nbytes, *rows, *rows.values())):
+            raise TypeError("bytes, and what streams says, are numbers from 0 to 2^63")
         return Dropped(why, time, rows, nbytes)
     except FileNotFoundError:
         return Dropped()

@@ -99,7 +99,7 @@ def common_dtype(names: list[str]) -> np.dtype[Any]:
     if too_wide or ("c" in kinds and len(kinds) > 1):
         raise BadQuery(
             f"The selection has tensors of {', '.join(sorted(names))}, and no column holds all of them exactly. "
-            "Export them one after the other, by layers or where=\"dtype = '…'\"."
+            "Export them one after the other, by layers or by the condition \"dtype = '…'\"."
         )
     if common.kind == "c":
         common = np.dtype(np.float32 if common.itemsize == 8 else np.float64)

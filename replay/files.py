@@ -92,14 +92,23 @@ class Files:
         Raises:
             TraceDamaged: they are not all there.
         """
-        # Looked at first, since a damaged number would have us take any amount of memory.
-        with contextlib.suppress(OSError):
-            there = os.fstat(self._fd(path, direct=False)).st_size
-            if offset < 0 or there - offset < nbytes:
-                raise _too_short(path, offset, nbytes, max(0, there - offset))
+        self.check(path, offset, nbytes)
         data = bytearray(nbytes)
         self.fill(path, data, offset)
         return data
+
+    def check(self, path: Path, offset: int, nbytes: int) -> None:
+        """See that bytes are there before memory is taken for them: a damaged number may be any.
+
+        Raises:
+            TraceDamaged: they are not all there.
+        """
+        try:
+            there = os.fstat(self._fd(path, direct=False)).st_size
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        if offset < 0 or nbytes < 0 or there - offset < nbytes:
+            raise _too_short(path, offset, nbytes, max(0, there - offset))
 
     def fill(self, path: Path, data: bytearray | memoryview, offset: int) -> None:
         """Read committed bytes from an offset on into memory that is there.
@@ -113,9 +122,7 @@ class Files:
             while got < len(into) and (n := os.preadv(fd, [into[got:]], offset + got)):
                 got += n
         except OSError as error:
-            raise TraceDamaged(
-                f"{path} cannot be read: {error}. The records of other files can still be read."
-            ) from error
+            raise _unreadable(path, error) from error
         if got != len(into):
             raise _too_short(path, offset, len(into), got)
 
@@ -146,6 +153,10 @@ class Files:
             fd = os.open(path, self._flags, 0o666)  # a file system without direct I/O
         self._fds[key] = fd
         return fd
+
+
+def _unreadable(path: Path, error: OSError) -> TraceDamaged:
+    return TraceDamaged(f"{path} cannot be read: {error}. The records of other files can still be read.")
 
 
 def _too_short(path: Path, offset: int, nbytes: int, there: int) -> TraceDamaged:

@@ -70,7 +70,9 @@ def steps_condition(steps: Steps, last: int) -> Any:
         return field.isin(pa.array([int(step) for step in steps], pa.int64()))
     begin, end, by = steps.start or 0, last + 1 if steps.stop is None else steps.stop, steps.step or 1
     if begin < 0 or end < 0 or by < 1:
-        raise BadQuery(f"Steps count from 0 upwards; {steps} does not. To have the last steps, ask trace.steps.")
+        raise BadQuery(
+            f"Steps count from 0 upwards; {steps} does not. `replay info` names the last (in Python: trace.steps)."
+        )
     if by != 1:
         return field.isin(pa.array(range(begin, min(end, last + 1), by), pa.int64()))
     return (field >= begin) & (field < end)

@@ -13,7 +13,7 @@ from replay.dropping import read_dropped
 from replay.errors import TraceDamaged
 from replay.format import STREAMS_FILE, Stream, whole_lines
 from replay.log import Following
-from replay.records import described
+from replay.records import check_rows, described
 
 Place = tuple[int, int]
 """A segment of a rank's log, and how many of its rows were read."""
@@ -97,9 +97,5 @@ class _Rank:
             lines, end = whole_lines(path, self._streams_end)
             self._streams += [Stream.from_json(line, path) for line in lines]
             self._streams_end = end
-        if last >= len(self._streams):
-            raise TraceDamaged(
-                f"{self.directory} has records of stream {last}, and {len(self._streams)} streams: lines of "
-                "streams.jsonl are missing. Put that file back from a copy."
-            )
+        check_rows(table, len(self._streams), self.directory)
         return described(table, self._streams, self.number, read_dropped(self.directory).kept(table))

@@ -13,7 +13,7 @@ import numpy as np
 from replay.charts import Chart, Panel
 from replay.errors import MissingPackage
 from replay.exponents import shown, verdict
-from replay.scales import BROKEN, NOTHING, PALETTE, caption_of, fitted
+from replay.scales import BROKEN, NOTHING, PALETTE, caption_of, fitted, line_numbers
 from replay.series import Floats
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def _lines(chart: Chart) -> "Figure":
     from plotly.graph_objects import Scatter
 
     figure = _subplots(chart, [max(300, 60 + 20 * (len(panel.rows) + 1)) for panel in chart.panels])
+    numbers = line_numbers(chart)
     for number, panel in enumerate(chart.panels, 1):
         values, steps = fitted(panel.values, logarithmic=chart.logarithmic), np.asarray(panel.columns)
         top = np.nanmax(values) if np.isfinite(values).any() else 1.0
@@ -78,7 +79,7 @@ def _lines(chart: Chart) -> "Figure":
                 meta=names[row],
                 hovertemplate="step %{x}: %{customdata:.6g}<extra>%{meta}</extra>",
                 mode="lines" if known.sum() > 40 else "lines+markers",
-                line={"color": _colour(row, len(panel.rows)), "width": 1.5},
+                line={"color": _colour(numbers[(panel.whole or panel.rows)[row]], len(numbers)), "width": 1.5},
                 legendgroup=panel.name,
                 legendgrouptitle={"text": _text(panel.name)},
             )

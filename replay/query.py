@@ -12,6 +12,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from replay.errors import BadQuery, NotRecorded, ReplayError, TraceDamaged
 from replay.format import KEPT, MODES, RECORD_SCHEMA, STATISTICS, Stream
 from replay.log import UNREADABLE
+from replay.records import check_rows
 
 if TYPE_CHECKING:
     import duckdb
@@ -43,6 +45,12 @@ RECORDS = pa.schema([(name, _TYPES[name]) for name in (*_KEY, "micro", "mode", "
 """The columns of `Trace.records`."""
 _NUMBER = "number of the record"
 _COLUMNS = (*RECORDS.names, "nbytes", "stream")
+
+MODULES = pa.schema(
+    [("rank", pa.int32()), *((name, pa.string()) for name in ("layer", "class"))]
+    + [(name, pa.bool_()) for name in ("leaf", "recorded")]
+)
+"""The columns of the table `modules`."""
 
 
 @dataclass(frozen=True)
@@ -111,25 +119,29 @@ def _rows_where(
 ) -> pa.Table:
     import duckdb
 
-    query = f"select {_names(wanted)} from records where (\n{where}\n)"
     try:
-        if len(connection.extract_statements(query)) != 1:
-            raise BadQuery(f"where={where!r} is more than one condition. Join conditions by `and`, `or`.")
-        return connection.sql(query).to_arrow_table()
+        # By itself first, so that what is said of its syntax is never of the brackets that are put around it.
+        if not where.strip() or len(connection.extract_statements(f"select 1 where\n{where}")) != 1:
+            raise BadQuery(
+                f"The condition {where!r} cannot be understood: it is not one condition. Join several by `and`, `or`."
+            )
+        return connection.sql(f"select {_names(wanted)} from records where (\n{where}\n)").to_arrow_table()
     except duckdb.Error as error:
         reason = _reason(error).splitlines()[0]
         raise BadQuery(
-            f"where={where!r} cannot be understood: {reason} The columns are {', '.join(columns)}."
+            f"The condition {where!r} cannot be understood: {reason} The columns are {', '.join(columns)}."
         ) from None
 
 
-def answer(query: str, parts: Sequence[Part], more: Mapping[str, Callable[[], pa.Table]], tensor: Tensor) -> pa.Table:
+def answer(
+    query: str, parts: Sequence[Part], more: Mapping[str, tuple[pa.Schema, Callable[[], pa.Table]]], tensor: Tensor
+) -> pa.Table:
     """Return what a query in DuckDB's SQL finds.
 
     Args:
         query: a statement that gives rows.
         parts: the ranks; they make the tables `records` and `streams`.
-        more: further tables by name, made if the query names them.
+        more: further tables by name: their columns, and what makes them if the query names them.
         tensor: `Trace.tensor`, for the function `tensor(records)`.
 
     Raises:
@@ -141,14 +153,13 @@ def answer(query: str, parts: Sequence[Part], more: Mapping[str, Callable[[], pa
     with connect() as connection, _damage_named(parts):
         trouble: list[ReplayError] = []
         tables = {"records": _COLUMNS, "streams": _streams(parts[:0]).column_names}
+        tables |= {name: schema.names for name, (schema, _) in more.items()}
         try:
             _add_records(connection, parts)
             _add_tensor(connection, tensor, trouble)
-            for name, table in more.items():
-                made = table() if name in query.casefold() else None
-                tables[name] = ("…",) if made is None else made.column_names
-                if made is not None:
-                    connection.register(name, made)
+            for name, (_, table) in more.items():
+                if name in query.casefold():
+                    connection.register(name, table())
             relation = connection.sql(query)
             if relation is None:
                 raise BadQuery(f"{query!r} asks for no rows. {_there(tables)}")
@@ -204,12 +215,11 @@ def _add_records(connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part])
         }
         columns = ", ".join(f'{made.get(name, _names([name]))} as "{name}"' for name in _COLUMNS)
         views.append(f"select {columns} from log_{rank}")
-        last = connection.execute(f"select max(stream) from log_{rank}").fetchall()[0][0]
-        if last is not None and last >= len(part.streams):
-            raise TraceDamaged(
-                f"Rank {rank} has records of stream {last}, and {len(part.streams)} streams: lines of streams.jsonl "
-                "are missing. Put that file back from a copy."
-            )
+        odd = connection.sql(
+            f"select stream, mode from log_{rank} "
+            f"where stream not between 0 and {len(part.streams) - 1} or mode >= {len(MODES)} limit 1"
+        )
+        check_rows(odd.to_arrow_table(), len(part.streams), Path(f"Rank {rank}"))
     connection.execute("create view records as " + " union all ".join(views))
     connection.execute("set lock_configuration = true")
 
@@ -237,9 +247,8 @@ def _streams(parts: Sequence[Part]) -> pa.Table:
 
 def modules_of(modules: Mapping[int, Sequence[Mapping[str, Any]]]) -> pa.Table:
     """Return the table `modules`: one row a module of each rank, in the order of `named_modules()`."""
-    types = {"rank": pa.int32(), "layer": pa.string(), "class": pa.string(), "leaf": pa.bool_(), "recorded": pa.bool_()}
     rows = [{**module, "rank": rank, "layer": module["name"]} for rank, found in modules.items() for module in found]
-    return pa.Table.from_pylist([{name: row.get(name) for name in types} for row in rows], pa.schema(types.items()))
+    return pa.Table.from_pylist([{name: row.get(name) for name in MODULES.names} for row in rows], MODULES)
 
 
 def _add_tensor(connection: "duckdb.DuckDBPyConnection", tensor: Tensor, trouble: list[ReplayError]) -> None:
@@ -287,7 +296,8 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _reason(error: Exception) -> str:
-    return str(error).strip()
+    # It guesses at tables of ours that are none of the user's, such as log_0.
+    return "\n".join(line for line in str(error).strip().splitlines() if not line.startswith('Did you mean "log_'))
 
 
 def _there(tables: Mapping[str, Sequence[str]]) -> str:

@@ -72,13 +72,17 @@ class Shards:
         Raises:
             TraceDamaged: they are not all there.
         """
-        data = bytearray(nbytes)
+        pieces = []
         done = 0
-        while done < nbytes:
+        while done < nbytes or nbytes < 0:
             number, begin = divmod(offset + done, SHARD_BYTES)
             count = min(nbytes - done, SHARD_BYTES - begin)
-            files.fill(self.path(number), memoryview(data)[done : done + count], begin)
+            files.check(self.path(number), begin, count)
+            pieces.append((self.path(number), done, done + count, begin))
             done += count
+        data = bytearray(nbytes)
+        for path, first, last, begin in pieces:
+            files.fill(path, memoryview(data)[first:last], begin)
         return data
 
 

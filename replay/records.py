@@ -5,12 +5,42 @@ dictionary-encoded columns, so that no string is copied.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from replay.errors import TraceDamaged
 from replay.format import MODES, STATISTICS, Stream
+
+
+def check_rows(table: pa.Table, streams: int, rank: Path) -> None:
+    """Refuse rows of the log of which no table says anything.
+
+    A checksum says that they are what was written, and not that it made sense.
+
+    Args:
+        table: rows with the columns `stream` and `mode`, as far as these are wanted.
+        streams: how many streams there are.
+        rank: the directory of the rank.
+
+    Raises:
+        TraceDamaged: a row is of a stream or a mode that is not there.
+    """
+    known = {"stream": streams, "mode": len(MODES)}
+    for name in known.keys() & set(table.column_names) if len(table) else ():
+        values = table[name].to_numpy()
+        low, high = int(values.min()), int(values.max())
+        if low < 0 or high >= known[name]:
+            hint = (
+                "lines of streams.jsonl are missing. Put that file back from a copy."
+                if name == "stream"
+                else "the log is damaged."
+            )
+            raise TraceDamaged(
+                f"{rank} has records of {name} {low if low < 0 else high}, and {known[name]} {name}s: {hint}"
+            )
 
 
 def described(table: pa.Table, streams: Sequence[Stream], rank: int, kept: NDArray[np.bool_]) -> pa.Table:

@@ -30,6 +30,12 @@ def fitted(values: Floats, *, logarithmic: bool) -> Floats:
     return np.where(values > 0, values, np.where(values == 0, positive.min() / 2 if len(positive) else np.nan, np.nan))
 
 
+def line_numbers(chart: Chart) -> dict[str, int]:
+    """Return a number for the name of each line: a layer has the same colour in all panels."""
+    names = dict.fromkeys(name for panel in chart.panels for name in panel.whole or panel.rows)
+    return {name: number for number, name in enumerate(names)}
+
+
 def caption_of(chart: Chart) -> list[str]:
     """Return the notes of a chart, and what its colours and marks mean, if they occur."""
     notes = list(chart.notes)

@@ -24,13 +24,17 @@ from replay.filters import Names, Steps, check_globs, globs_of, matches, steps_c
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.history import history
 from replay.log import Log
-from replay.query import Part, answer, modules_of, rows_where
-from replay.records import described
+from replay.query import MODULES, Part, answer, modules_of, rows_where
+from replay.records import check_rows, described
 from replay.seal import further_streams, is_locked, is_sealed
 from replay.selection import Selection
 from replay.stores import open_reader
 
 _Globs = tuple[str, ...] | None
+
+_SCALARS = pa.schema(
+    [("rank", pa.int32()), ("step", pa.int64()), ("time", pa.float64()), ("name", pa.string()), ("value", pa.float64())]
+)
 
 _SMALL_LOG = 1 << 19
 """Records of which the places, 33 bytes each, are looked up together."""
@@ -225,10 +229,8 @@ class Trace:
         """Return what was logged: columns rank, step, time (seconds since 1970), name, value."""
         ranks = self._ranks.items()
         rows = [(n, *row) for n, rank in ranks for row in read_scalars(rank.directory, attempt=self.attempt)]
-        columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 5
-        types = (pa.int32(), pa.int64(), pa.float64(), pa.string(), pa.float64())
-        names = ["rank", "step", "time", "name", "value"]
-        return pa.table([pa.array(c, t) for c, t in zip(columns, types, strict=True)], names=names)
+        columns: list[Any] = list(zip(*rows, strict=True)) or [()] * len(_SCALARS)
+        return pa.table([pa.array(c, t) for c, t in zip(columns, _SCALARS.types, strict=True)], schema=_SCALARS)
 
     def tensor(
         self, step: int, layer: str, kind: str = "output", *, call: int = 0, path: str = "", rank: int = 0
@@ -283,9 +285,9 @@ class Trace:
         if why is not None:
             raise NotRecorded(
                 f"Step {step} of {self.path} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
-                f"{why}. Use records() for the statistics."
+                f"{why}. The statistics are in `replay stats`, in Python in records()."
             )
-        if len(data) and google_crc32c.value(bytes(data)) != places.crc32c[at]:
+        if len(data) != stream.nbytes or (data and google_crc32c.value(bytes(data)) != places.crc32c[at]):
             raise TraceDamaged(
                 f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: "
                 "its checksum differs."
@@ -297,10 +299,11 @@ class Trace:
         if step not in steps:
             last = f"its last committed step is {int(steps[-1])}" if len(steps) else "it has no committed step yet"
             return StepNotCommitted(
-                f"{self.path} has no step {step}; {last}. If recording is under way, call refresh()."
+                f"{self.path} has no step {step}; {last}. If recording is under way, look again later (in Python: "
+                "refresh())."
             )
         there = part.log.table(["stream", "call"], pa.compute.field("step") == step)
-        part.check(there)
+        check_rows(there, len(part.streams), part.directory)
         found = [(part.streams[row["stream"]], row["call"]) for row in there.to_pylist()]
         same = [f"{s.kind} (call {c}{f', path {s.path!r}' if s.path else ''})" for s, c in found if s.layer == layer]
         wanted = f"{kind} (call {call}{f', path {path!r}' if path else ''}) for layer {layer!r}"
@@ -378,7 +381,7 @@ class Trace:
         """
         parts = [rank.part(number, None, None, None) for number, rank in sorted(self._ranks.items())]
         modules = {rank: self.modules(rank) for rank in self.ranks}
-        more = {"scalars": self.scalars, "modules": lambda: modules_of(modules)}
+        more = {"scalars": (_SCALARS, self.scalars), "modules": (MODULES, lambda: modules_of(modules))}
         return answer(query, parts, more, self.tensor)
 
     def select(
@@ -456,15 +459,6 @@ class _Rank:
             return WHY_NOT_KEPT.get(kept, "not kept")
         return str(self.dropped) if row < self.dropped.rows.get(stream.id, 0) else None
 
-    def check(self, table: pa.Table) -> None:
-        """Raise TraceDamaged where records are of streams that are not in the table of streams."""
-        last = int(table["stream"].to_numpy().max()) if len(table) else -1
-        if last >= len(self.streams):
-            raise TraceDamaged(
-                f"{self.directory} has records of stream {last}, and {len(self.streams)} streams: lines of "
-                "streams.jsonl are missing. Put that file back from a copy."
-            )
-
     def steps(self) -> NDArray[np.int64]:
         if self._steps is None:
             self._steps = np.unique(self.log.table(["step"])["step"].to_numpy())
@@ -484,7 +478,7 @@ class _Rank:
             names = list(_Places.__dataclass_fields__)
             table = self.log.table(names, where)
             columns = {name: table[name].to_numpy() for name in names}
-            known = np.flatnonzero(columns["stream"] < len(keys))
+            known = np.flatnonzero((columns["stream"] >= 0) & (columns["stream"] < len(keys)))
             of_rows = keys[columns["stream"][known]]
             order = np.lexsort((columns["step"][known], of_rows))
             columns = {name: column[known][order] for name, column in columns.items()}
@@ -521,7 +515,7 @@ class _Rank:
             yield self._described(number, table)
 
     def _described(self, number: int, table: pa.Table) -> pa.Table:
-        self.check(table)
+        check_rows(table, len(self.streams), self.directory)
         return described(table, self.streams, number, self.dropped.kept(table))
 
 

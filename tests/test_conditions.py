@@ -61,9 +61,11 @@ def test_a_condition_holds_for_records_or_for_the_step(text, wanted):
 @pytest.mark.parametrize(
     ("text", "position", "why"),
     [
-        ("", 1, ""),
+        ("", None, "cannot be understood at its end: "),
         ("n_nan >", None, "invalid syntax"),
         ("n_nan = 0", None, "equality is =="),
+        ("n_nan >", None, "cannot be understood at its end: "),
+        ("n_nan > 0 and", None, "cannot be understood at its end: "),
         ("n_nans > 0", 1, "no column 'n_nans', but 'n_nan'"),
         ("l2 > 1 & n_nan > 0", 6, "write 'and'"),
         ("l2 > 1 and n_nan", 12, "a number, where a condition belongs"),

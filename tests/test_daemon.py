@@ -110,6 +110,7 @@ def test_the_first_record_of_each_layer_for_which_a_condition_holds_is_an_alert(
 
     found = [(alert.layer, alert.first_step, alert.rule, alert.rank) for alert in read_alerts(tmp_path / "a")]
     assert found == [("y", 1, "n_nan > 0", 0), ("x", 2, "n_nan > 0", 0)]
+    assert "n_nan 2, absmax" in read_alerts(tmp_path / "a")[0].message  # a count, and no 2.0
     assert bench.post.got == [("a", "y"), ("a", "x")]
     assert bench.said.getvalue().count("alert: ") == 2
 

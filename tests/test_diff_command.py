@@ -63,6 +63,20 @@ def test_it_says_the_first_divergence_and_the_layers_by_their_error(tmp_path, ru
     assert len(lines) == 6
 
 
+def test_a_weight_is_told_from_the_bias_of_its_layer(tmp_path, run):
+    values = np.arange(1, 5, dtype=np.float32)
+    for name, weight, bias in (("a", 1.0, 1.0), ("b", 1.1, 2.0)):
+        pair = (("weight", values * np.float32(weight)), ("bias", values * np.float32(bias)))
+        write_trace(tmp_path / name, *(Written("fc", v, kind="param", path=path) for path, v in pair))
+
+    text, data = run(tmp_path / "a", tmp_path / "b"), run(tmp_path / "a", tmp_path / "b", "--json")
+
+    lines = text.output.splitlines()
+    assert "2 of 2 layers, kinds and paths differ; by the size of the error:" in lines
+    assert [line.split()[:3] for line in lines[-2:]] == [["fc", "param", "bias"], ["fc", "param", "weight"]]
+    assert [(row["path"], row["records"]) for row in json.loads(data.output)["layers"]] == [("bias", 1), ("weight", 1)]
+
+
 def test_it_says_that_there_is_none(tmp_path, run):
     a, b = trace(tmp_path / "a"), trace(tmp_path / "b", steps=1)
 

@@ -25,11 +25,12 @@ ROOT = os.geteuid() == 0
 def record(path: Path, steps: int, **options) -> tuple[list[float], list[str]]:
     """Train under a recorder; return the losses and the warnings."""
     during = options.pop("during", lambda step, recorder: None)
+    options = {"keep_free": 0, **options}
     model = net()
     losses = []
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with hookrec.attach(model, path, keep_free=0, **options) as recorder:
+        with hookrec.attach(model, path, **options) as recorder:
             for step in range(steps):
                 during(step, recorder)
                 losses += train(model, 1)
@@ -73,6 +74,30 @@ def test_a_disk_that_fills_up_ends_the_tensors_and_not_the_training(tmp_path):
             assert tensor.size
         kept = trace.records(where="kept")["step"].to_pylist()
         assert max(kept) < 300
+
+
+def test_when_there_is_room_again_so_are_tensors(tmp_path):
+    with small_disk(tmp_path / "disk", "64m") as disk:
+        filler = disk / "filler"
+
+        def during(step, recorder):
+            if step == 20:
+                filler.write_bytes(bytes(50 << 20))
+            if step == 60:
+                filler.unlink()
+            time.sleep(0.01)
+
+        _, warned = record(disk / "a", 400, during=during, keep_free=0.3)
+
+        kept = set(replay.open(disk / "a").records(where="kept")["step"].to_pylist())
+        assert [word for text in warned for word in ("only statistics", "recorded again") if word in text] == [
+            "only statistics",
+            "recorded again",
+        ]
+        assert {0, 399} <= kept
+        assert len(kept) < 400
+        assert "there is room on the disk again" in str(replay.open(disk / "a").notes)
+        assert list(verify(disk / "a")) == []
 
 
 def test_a_folder_made_read_only_keeps_what_it_can(tmp_path):

@@ -412,7 +412,7 @@ def test_ctrl_c_leaves_nothing_half_written(options, stored, tmp_path, monkeypat
         raise KeyboardInterrupt
 
     monkeypatch.setattr(replay.Trace, "tensor", interrupted)
-    tensors = () if options[0].endswith("npz") else ("--tensors",)
+    tensors = () if options[0].endswith("npz") else ("--tensors", "--layers", "0")
 
     ended = ask(stored, tmp_path / options[0], *options[1:], *tensors, "--layers", "0")
 

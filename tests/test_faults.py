@@ -1,5 +1,7 @@
 """What goes wrong around a recording costs at most the recording, and never a committed step or a wrong value."""
 
+import errno
+import json
 import mmap
 import multiprocessing
 import os
@@ -22,6 +24,7 @@ from torch import nn
 import hookrec
 import replay
 from hookrec import writer
+from hookrec.ring import STORE_FAILED
 from replay.log import Log as LogReader
 
 
@@ -101,6 +104,86 @@ def test_a_dropped_step_leaves_the_tensors_of_the_step_before(tmp_path):
     assert columns == {"step": [0, 1, 1, 2], "kept": [0, 2, 2, 0], "row": [0, -1, -1, 1]}
     data = zarr.open_array(str(tmp_path / "rank-00000/tensors.zarr/0/output/data"), mode="r")
     assert data[:, 0].tolist() == [1, 4]
+
+
+def sent_at_once(path, memory, steps, **plan):
+    """A writer, and messages of a step of one tensor of 4096 bytes each."""
+    (path / "rank-00000").mkdir()
+    facts = {"tensors": True, "store": "zarr", "compression": None, "max_bytes": 1 << 40, "keep_free": 0}
+    one = writer.Writer(path / "rank-00000", {**facts, "durability": "process", **plan}, memory)
+    stream = {"id": 0, "layer": "0", "kind": "output", "path": "", "dtype": "uint8", "shape": [4096]}
+    messages = []
+    for step in range(steps):
+        row = np.zeros(1, writer._ROW_DTYPE)
+        row["step"], row["nbytes"], row["numel"], row["place"] = step, 4096, 4096, 4096 * (1 + step)
+        messages.append((4096 * (1 + step), row, {"streams": [stream] * (not step), "commit": True}))
+    return one, messages
+
+
+def test_max_bytes_is_passed_by_a_step_at_most_whatever_the_ring_holds(tmp_path):
+    one, messages = sent_at_once(tmp_path, memoryview(mmap.mmap(-1, 1 << 20)), 20, max_bytes=5 * 4096 + 1)
+
+    one.take(messages[:12])
+    one.take(messages[12:])
+    one.finish()
+
+    columns = LogReader(tmp_path / "rank-00000").refresh().table(["kept", "nbytes"]).to_pydict()
+    assert columns["kept"] == [0] * 6 + [4] * 14
+    note = json.loads((tmp_path / "rank-00000/notes.jsonl").read_text())["note"]
+    assert "max_bytes=20,481 was reached in step 5, which is kept whole; there are 24,576 bytes" in note
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
+def test_tensors_begin_again_when_there_is_room_again(tmp_path, monkeypatch, error):
+    monkeypatch.setattr(writer, "_LOOK_AGAIN_S", 0.0)
+    one, messages = sent_at_once(tmp_path, memoryview(mmap.mmap(-1, 1 << 20)), 6)
+    append, fallocate = one._store.append, os.posix_fallocate
+
+    def refuse(*arguments):
+        raise OSError(error, os.strerror(error))
+
+    one.take(messages[:1])
+    one._store.append, os.posix_fallocate = refuse, refuse
+    try:
+        for message in messages[1:3]:
+            one.take([message])
+        assert one._control.stop_tensors == STORE_FAILED
+        one._store.append = append
+        one.take([messages[3]])  # there is no room yet
+        assert one._control.stop_tensors == STORE_FAILED
+    finally:
+        os.posix_fallocate = fallocate
+    one.take([messages[4]])  # room is seen when it is committed
+    assert one._control.stop_tensors == 0
+    one.take([messages[5]])
+    one.finish()
+
+    assert LogReader(tmp_path / "rank-00000").refresh().table(["kept"])["kept"].to_pylist() == [0, 5, 5, 5, 5, 0]
+    notes = [json.loads(line)["note"] for line in (tmp_path / "rank-00000/notes.jsonl").read_text().splitlines()]
+    assert [note.partition(":")[0] for note in notes] == [
+        "from here on statistics only",
+        "there is room on the disk again",
+    ]
+    data = zarr.open_array(str(tmp_path / "rank-00000/tensors.zarr/0/output/data"), mode="r")
+    assert data.shape[0] == 2
+
+
+def test_another_failure_of_the_store_is_for_good(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_LOOK_AGAIN_S", 0.0)
+    one, messages = sent_at_once(tmp_path, memoryview(mmap.mmap(-1, 1 << 20)), 4)
+    append = one._store.append
+
+    def refuse(*arguments):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    one._store.append = refuse
+    one.take([messages[0]])
+    one._store.append = append
+    for message in messages[1:]:
+        one.take([message])
+
+    assert one._control.stop_tensors == STORE_FAILED
+    one.finish()
 
 
 @pytest.mark.parametrize("limit", [{"max_bytes": 50_000}, {"keep_free": 0.999}])

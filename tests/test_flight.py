@@ -89,7 +89,7 @@ def _nan_in_the_middle(path: Path, steps: int) -> None:
     assert differences(recorded(trace), wanted) == []
     (line,) = trace.triggers
     assert (line["step"], line["by"], line["why"], line["first_step"]) == (at, "condition", "n_nan > 0", at - 5)
-    assert "layer '0', output, call 0: n_nan = 16.0" in line["detail"]
+    assert "layer '0', output, call 0: n_nan = 16" in line["detail"]
     assert trace.not_kept == {"flight mode: no trigger": (steps - 11) * RECORDS}
 
 

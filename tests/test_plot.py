@@ -11,7 +11,7 @@ from torch import nn
 
 import hookrec
 import replay
-from replay import charts, drawing
+from replay import charts, drawing, interactive
 from replay.cli import main
 from tests.written import write_trace
 
@@ -73,6 +73,27 @@ def test_a_statistic_has_a_panel_a_kind_and_a_row_a_layer(norms):
     np.testing.assert_array_equal(gradient.values, [[5.0]])
     assert chart.logarithmic
     assert chart.notes == ("0 is drawn below the smallest value.",)
+
+
+@pytest.mark.parametrize("others", [1, 20])
+def test_a_layer_has_the_same_colour_in_each_panel(tmp_path, others):
+    records = [{"step": step, "layer": f"l{n}"} for step in range(3) for n in range(others)]
+    records += [{"step": step, "layer": "x", "kind": kind} for step in range(3) for kind in ("output", "grad_output")]
+    chart = charts.statistic(replay.open(write_trace(tmp_path / "a", records)), "l2", None, None, None, 50)
+
+    output, gradient = drawing.draw(chart).axes
+
+    from matplotlib.colors import to_hex
+
+    def of_x(axes):
+        names = [text.get_text() for text in axes.get_legend().get_texts()]
+        return to_hex(axes.get_lines()[names.index("x")].get_color())
+
+    assert of_x(output) == of_x(gradient)
+    pytest.importorskip("plotly")
+    page = interactive.draw(chart).data
+    colours = {line.legendgroup: line.line.color for line in page if line.name == "x"}
+    assert colours["output"] == colours["grad_output"]
 
 
 def test_of_too_many_layers_the_broken_one_is_drawn_and_the_first_and_the_last(tmp_path):

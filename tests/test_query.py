@@ -191,9 +191,40 @@ def test_a_query_that_cannot_be_answered_says_why_and_what_is_there(trace, query
     assert "records: rank, step, layer, kind, call, path" in result.output
 
 
-def test_a_condition_is_one_condition(trace):
-    with pytest.raises(replay.BadQuery, match="more than one"):
-        trace.records(where="true); select (1")
+@pytest.mark.parametrize("query", ["select nope from records", "select nope from nowhere", "selec 1"])
+def test_it_names_the_columns_of_all_tables_and_no_table_of_ours(trace, query):
+    with pytest.raises(replay.BadQuery) as refused:
+        trace.sql(query)
+
+    message = str(refused.value)
+    assert "scalars: rank, step, time, name, value" in message
+    assert "modules: rank, layer, class, leaf, recorded" in message
+    assert "log_" not in message
+
+
+@pytest.mark.parametrize("condition", ["true); select (1", "true; select 1", "", " "])
+def test_a_condition_is_one_condition(trace, condition):
+    with pytest.raises(replay.BadQuery, match=r"not one condition|near"):
+        trace.records(where=condition)
+
+
+@pytest.mark.parametrize(
+    ("condition", "reason"),
+    [
+        ("l2 >", 'near ">"'),
+        ("n_nan > 0 and", 'near "and"'),
+        ("(l2 > 1", 'near "1"'),
+        ("l2 > 1) or (1 = 1", 'near ")"'),
+        ("l2 > 1 order by step", 'near "order"'),
+    ],
+)
+def test_what_is_said_of_a_condition_is_of_what_the_user_wrote(trace, condition, reason):
+    with pytest.raises(replay.BadQuery) as refused:
+        trace.records(where=condition)
+
+    said = str(refused.value).partition(" The columns are ")[0].removeprefix(f"The condition {condition!r} ")
+    assert said.startswith("cannot be understood: Parser Error: ")
+    assert reason in said
 
 
 def test_a_table_of_any_columns_is_printed(trace):

@@ -11,7 +11,7 @@ import click
 
 import replay
 from hookrec.errors import HookrecError
-from replay.command_line import Unanswered, filter_options, trace_argument
+from replay.command_line import Unanswered, filter_options, say, trace_argument
 from replay.filters import Names
 from replay.format import STATISTICS
 
@@ -152,4 +152,4 @@ def command(
         raise Unanswered(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{log_dir} cannot be written: {error.strerror}. Name another folder.") from None
-    click.echo(f"wrote {count:,} numbers. Next: tensorboard --logdir {log_dir}", err=True)
+    say(f"wrote {count:,} numbers. Next: tensorboard --logdir {log_dir}", err=True)
