@@ -89,7 +89,7 @@ class AutoRecord:
         if self.recorder is None:
             self._say(f"nothing was recorded: {self._why_nothing()}")
         else:
-            steps = self.recorder.steps
+            steps = self.recorder.steps - self.recorder.first_step
             also = (
                 f"; {self._late} optimizers of other models were made later, which are not in it" if self._late else ""
             )

@@ -10,6 +10,7 @@ Nothing here is differentiable, draws a random number or keeps a tensor of the m
 import ctypes
 import threading
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from hookrec.calls import DTYPE_NAMES, Call
 from hookrec.plan import Plan
 from hookrec.ring import KEPT, LARGER_THAN_RING, NOT_ASKED, RING_FULL, ROW, ROW_BYTES, Ring
 from hookrec.statistics import NATIVE_DTYPES, STATISTICS, describe, load_native
+
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 class Capture:
@@ -37,12 +40,18 @@ class Capture:
         self._keep_this_step = self._keep
         self._renewed = 0  # how many times all streams were begun anew
         self._native = load_native()
+        for number, facts in enumerate(ring.earlier_streams):
+            ring.streams[self._key_of(facts) if "layer" in facts else number] = facts
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
         self._memory_address = self._memory.data_ptr()
         # The rows are written by address, so the buffer must never be resized: the export of it sees to that.
         self._rows = (ctypes.c_char * len(ring.rows)).from_buffer(ring.rows)
         self._statistics_address = ctypes.addressof(self._rows) + ROW.size
         self._scratch = ctypes.create_string_buffer(STATISTICS.size)
+
+    def _key_of(self, facts: dict[str, Any]) -> tuple[object, ...]:
+        dtype = _DTYPES[facts["dtype"]]
+        return (self._renewed, facts["layer"], facts["kind"], facts["path"], dtype, torch.Size(facts["shape"]))
 
     def stream(self, layer: str, kind: str, path: str, dtype: torch.dtype, shape: torch.Size) -> int:
         """Return the number of the stream of such records; a new one is told to the writer with the next part."""

@@ -15,6 +15,7 @@ _ELSEWHERE = {
     "daemon": "hookrec.daemon_command:daemon",
     "detach": "hookrec.control_commands:detach",
     "pin": "hookrec.pin_command:pin",
+    "rerun": "hookrec.rerun_command:rerun_layers",
     "run": "hookrec.run_command:run",
     "set": "hookrec.control_commands:set_",
     "status": "hookrec.control_commands:status",
@@ -23,8 +24,14 @@ _ELSEWHERE = {
     "unpin": "hookrec.pin_command:unpin",
 }
 
+_EXIT = """\b
+Exit status of all commands, and what more some have is in their help:
+  0  it was done
+  1  it was refused, or failed on the way
+  2  wrong use, or a trace that cannot be read"""
 
-@click.group(cls=Commands, elsewhere=_ELSEWHERE)
+
+@click.group(cls=Commands, elsewhere=_ELSEWHERE, epilog=_EXIT)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Record PyTorch trainings. In a script: hookrec.attach(model, "runs/a"). To read a trace: replay info runs/a."""

@@ -13,7 +13,8 @@ from replay.stores import STORES
 _EXIT = """\b
 Exit status:
   0  the copy has all that the original has
-  1  there is no copy; the same command goes on where it was interrupted
+  1  it was interrupted, or could not be written; the same command goes on
+  2  there can be no copy: wrong use, a trace or what is there of a copy is damaged
   3  there is a copy, and tensors of the original were damaged: the copy has a note of each"""
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from hookrec.errors import DaemonError
 from hookrec.events import Events
 from hookrec.journal import Journal, timestamp
+from hookrec.metrics import Pulse
 from hookrec.quota import Quota
 from hookrec.watched import Duties, Watched
 from replay.catalog import find_traces
@@ -72,7 +73,10 @@ def only_one(root: Path) -> Iterator[None]:
 
 
 class Daemon:
-    """Watches the traces below a root. Owned by one thread.
+    """Watches the traces below a root. Owned by one thread; `traces` and `pulse` may be read by any.
+
+    Attributes:
+        pulse: how its rounds go.
 
     Args:
         root: the folder.
@@ -82,6 +86,7 @@ class Daemon:
     """
 
     def __init__(self, root: Path, duties: Duties, rules: Sequence[str], quota: Quota | None = None) -> None:
+        self.pulse = Pulse()
         self._root = root
         self._duties = duties
         self._journal: Journal = duties.journal
@@ -94,6 +99,10 @@ class Daemon:
         self._next_walk = self._next_save = self._next_quota = float("-inf")
         self._places_path = root / STATE_DIRECTORY / _PLACES_FILE
         self._saved = self._load()
+
+    def traces(self) -> list[Path]:
+        """Return the traces that were found."""
+        return list(self._watched)
 
     def folders(self, *, logs: bool) -> list[Path]:
         """Return where something new may appear: traces that are not sealed, then folders, upper ones first.
@@ -197,6 +206,7 @@ def watch(daemon: Daemon, events: Events, poll_s: float, stopped: Callable[[], b
     while not stopped():
         began = time.monotonic()
         wait_s = daemon.look(began)
+        daemon.pulse.beat(began)
         # Where one looks every second anyway, an event about each commit costs more than it brings.
         if events.watch(daemon.folders(logs=poll_s > 1)):
             wait_s = 0.0

@@ -124,14 +124,26 @@ class Outbox:
         name: of the way, by which an alert is marked as sent.
         send: sends a document.
         journal: is told what cannot be sent.
+        rule: the rule whose alerts go this way; None for all.
+        at_most: how many alerts of a rule and trace.
         give_up_s: how long an alert is tried.
         pause_s: the first pause after a failure; each further one is twice as long.
     """
 
     def __init__(
-        self, name: str, send: Send, journal: Journal, *, give_up_s: float = GIVE_UP_S, pause_s: float = 1.0
+        self,
+        name: str,
+        send: Send,
+        journal: Journal,
+        *,
+        rule: str | None = None,
+        at_most: int = AT_MOST,
+        give_up_s: float = GIVE_UP_S,
+        pause_s: float = 1.0,
     ) -> None:
         self.name = name
+        self._rule = rule
+        self._at_most = at_most
         self._send = send
         self._journal = journal
         self._give_up_s = give_up_s
@@ -143,9 +155,9 @@ class Outbox:
 
     def put(self, trace: Path, number: int, alert: Alert) -> None:
         """Send an alert of a trace, which is so many-th of its rule; past the limit, do nothing."""
-        if number > AT_MOST:
+        if number > self._at_most or self._rule not in (None, alert.rule):
             return
-        more = f" Further alerts of this rule are in {trace} and are not sent." if number == AT_MOST else ""
+        more = f" Further alerts of this rule are in {trace} and are not sent." if number == self._at_most else ""
         self._queue.put((time.monotonic(), trace, alert, alert.message + more))
 
     def close(self, timeout_s: float = 5.0) -> None:

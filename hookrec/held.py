@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hookrec.attempt import Attempt
 from hookrec.flight import Due, Fate, Flight, Kept, Part
 from hookrec.resume import Message, Predecessor
 from hookrec.ring import DIRECT_BYTES, KEPT, NOT_TRIGGERED, PAGE, RING_FULL
@@ -31,14 +32,21 @@ class Held:
         ring_bytes: size of the ring.
         writer: takes what is due.
         before: what an earlier writer has left.
+        attempt: the attempt that is recorded.
     """
 
     def __init__(
-        self, directory: Path, plan: dict[str, Any], ring_bytes: int, writer: "Writer", before: Predecessor | None
+        self,
+        directory: Path,
+        plan: dict[str, Any],
+        ring_bytes: int,
+        writer: "Writer",
+        before: Predecessor | None,
+        attempt: Attempt,
     ) -> None:
         self._writer = writer
         self._before = before
-        self._triggers = Triggers(directory, plan)
+        self._triggers = Triggers(directory, plan, attempt)
         if before is not None:
             self._triggers.know(before.streams)
         self._flight = Flight(plan["flight"], plan["after"], ring_bytes, self._asked_for(plan["after"]))

@@ -19,6 +19,7 @@ import torch.nn.utils.parametrize
 from torch import nn
 
 from hookrec.errors import AttachError
+from hookrec.settings import settings_of
 
 _WRAPPED = frozenset(("_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 _WRAPPER_PACKAGES = ("torch.", "lightning", "pytorch_lightning", "accelerate", "deepspeed")
@@ -151,6 +152,7 @@ def _no_match(glob: str, layers: list[Layer], candidates: list[Layer], *, contai
 def describe(layers: list[Layer], recorded: list[Layer]) -> dict[str, Any]:
     """Return the model as `model.json` has it."""
     hooked = {id(layer) for layer in recorded}
+    owners: dict[int, tuple[str, str]] = {}
     modules = []
     for layer in layers:
         module: dict[str, Any] = {
@@ -158,20 +160,24 @@ def describe(layers: list[Layer], recorded: list[Layer]) -> dict[str, Any]:
             "class": f"{type(layer.module).__module__}.{type(layer.module).__qualname__}",
             "leaf": layer.leaf,
             "recorded": id(layer) in hooked,
-            "parameters": [_parameter(name, p) for name, p in own_parameters(layer.module).items()],
+            "parameters": [_parameter(layer, name, p, owners) for name, p in own_parameters(layer.module).items()],
             "aliases": layer.aliases,
         }
+        if layer.leaf and (settings := settings_of(layer.module)) is not None:
+            module["settings"] = settings
         if id(layer) not in hooked and (layer.leaf or layer.why_not):
             module["why"] = layer.why_not or "not chosen by layers="
         modules.append(module)
     return {"modules": modules}
 
 
-def _parameter(name: str, parameter: nn.Parameter) -> dict[str, Any]:
+def _parameter(layer: Layer, name: str, parameter: nn.Parameter, owners: dict[int, tuple[str, str]]) -> dict[str, Any]:
     # The shape of a lazy parameter raises until the first forward.
     shape = None if nn.parameter.is_lazy(parameter) else list(parameter.shape)
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return {"name": name, "shape": shape, "dtype": dtype, "requires_grad": parameter.requires_grad}
+    found = {"name": name, "shape": shape, "dtype": dtype, "requires_grad": parameter.requires_grad}
+    owner = owners.setdefault(id(parameter), (layer.name, name))
+    return found if owner == (layer.name, name) else {**found, "tied_to": list(owner)}
 
 
 def _is_leaf(module: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from replay.printable import printable
 def pin(trace: Path) -> None:
     """Keep the tensors of a trace, whatever the quota of a daemon. May be repeated.
 
-    Ends with 1 where there is no trace, or it cannot be written to.
+    Ends with 1 where it cannot be written to, and with 2 where there is no trace.
     """
     with replay.open(trace):
         try:
@@ -30,7 +30,7 @@ def pin(trace: Path) -> None:
 def unpin(trace: Path) -> None:
     """Let the quota of a daemon drop the tensors of a trace. May be repeated.
 
-    Ends with 1 where there is no trace, or it cannot be written to.
+    Ends with 1 where it cannot be written to, and with 2 where there is no trace.
     """
     with replay.open(trace):
         try:

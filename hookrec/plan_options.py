@@ -69,14 +69,14 @@ def options_of(plan_file: Path | None, given: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments for `attach`: those of the file, and over them those that were given.
 
     Raises:
-        click.ClickException: they make no plan.
+        click.UsageError: they make no plan.
     """
     try:
         options = read_plan(plan_file) if plan_file is not None else {}
         options |= {name: _meant(name, value) for name, value in given.items() if value not in (None, ())}
         plan_of(**options)
     except AttachError as error:
-        raise click.ClickException(str(error)) from None
+        raise click.UsageError(str(error)) from None
     return options
 
 

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ _ENVIRONMENT = ("CUDA_", "CUBLAS_", "NCCL_", "OMP_", "MKL_", "PYTORCH_", "TORCH_
 _PACKAGES = ("torch", "numpy", "hookrec", "transformers", "lightning", "accelerate")
 
 
-def write_trace_file(root: Path, config: dict[str, Any]) -> None:
-    """Write `trace.json` as the writer's configuration has it."""
+def provenance_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where a training comes from; of ranks after the first, which say no more, where it runs."""
+    found = {"host": platform.node(), "platform": platform.platform(), "pid": config["pid"]}
+    if config["trace"] is None:
+        return found
     cwd = config["trace"]["cwd"]
-    provenance = {
-        "host": platform.node(),
-        "platform": platform.platform(),
-        "pid": config["pid"],
+    return {
+        **found,
         "command": config["trace"]["command"],
         "cwd": cwd,
         "python": platform.python_version(),
@@ -33,13 +35,18 @@ def write_trace_file(root: Path, config: dict[str, Any]) -> None:
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_ENVIRONMENT)},
         "seed": config["trace"]["seed"],
     }
+
+
+def write_trace_file(root: Path, config: Mapping[str, Any]) -> None:
+    """Write `trace.json` as the writer's configuration has it."""
     identity = {
         "format": trace_format.FORMAT,
         "version": trace_format.VERSION,
         "id": uuid.uuid4().hex,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        "ranks": config["trace"]["ranks"],
         "plan": config["plan"],
-        "provenance": provenance,
+        "provenance": provenance_of(config),
     }
     trace_format.write_whole(root / trace_format.TRACE_FILE, json.dumps(identity, indent=1) + "\n")
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import operator
 import os
 import sys
 import threading
@@ -25,6 +26,11 @@ from hookrec.recording import Recording, is_recorded
 from hookrec.signals import Signals
 from hookrec.signals import check as check_signals
 from hookrec.writer_process import WriterProcess
+
+_WAIT_S = 60.0
+"""How long a training that is resumed waits for the writer of the one before, which may be busy with what that left."""
+
+_MOST_STEPS = 2**62
 
 
 def attach(
@@ -52,15 +58,17 @@ def attach(
     trigger_rest: int = 100,
     trigger_limit: int = 10,
     signals: str | Iterable[str] = (),
+    resume: bool | int = False,
 ) -> "Recorder":
     """Record what flows through the layers of a model.
 
-    Recording begins at once, with step 0, and ends with `detach()`, at the end of a `with` block, or when the process
-    ends. The training is not changed: losses and parameters are bit for bit what they are without a recorder.
+    Recording begins at once, with step 0 unless `resume` says otherwise, and ends with `detach()`, at the end of a
+    `with` block, or when the process ends. The training is not changed: losses and parameters are bit for bit what they
+    are without a recorder.
 
     Args:
         model: a model, or several by name; the name is put before the names of their layers.
-        path: the directory of the trace, which must not exist or be empty.
+        path: the directory of the trace, which must not exist or be empty unless `resume` is given.
         layers: glob or globs over qualified names, of leaf modules.
         containers: choose among all modules, the root (`""`) included.
         kinds: "output" (what a layer returned), "grad_output" (the gradient of the loss with respect to it), "input",
@@ -94,6 +102,10 @@ def attach(
         trigger_rest: steps after which a condition that was false in between may fire again.
         trigger_limit: how often a condition may fire.
         signals: names of signals that are triggers, such as "SIGUSR1"; earlier handlers are called as before.
+        resume: go on in the trace at `path`, or begin one if there is none: so the same line serves the first start of
+            a training and each later one. A number is the step that comes next, which a checkpoint has if `steps` of
+            the recorder was saved with it; True is the step after the last that was committed. What was recorded
+            before of steps from there on stays in the trace, and readers show the latest.
 
     Returns:
         The recorder, which is a context manager.
@@ -124,7 +136,7 @@ def attach(
         trigger_limit=trigger_limit,
         signals=signals,
     )
-    return Recorder(_as_models(model), _absolute(path), plan, clock)
+    return Recorder(_as_models(model), _absolute(path), plan, clock, _as_resume(resume))
 
 
 class Recorder:
@@ -134,7 +146,14 @@ class Recorder:
         path: the directory of the trace.
     """
 
-    def __init__(self, models: Mapping[str, nn.Module], path: Path, plan: Plan, clock: str | Optimizer) -> None:
+    def __init__(
+        self,
+        models: Mapping[str, nn.Module],
+        path: Path,
+        plan: Plan,
+        clock: str | Optimizer,
+        resume: bool | int = False,
+    ) -> None:
         check_clock(clock)
         check_ops(plan.ops)
         check_signals(plan.signals)
@@ -146,18 +165,22 @@ class Recorder:
         chosen = self._choose(layers, plan)
         self.path = path
         with contextlib.ExitStack() as stack:
-            rank_directory = _make_directories(path, stack)
+            rank, ranks = _rank()
+            rank_directory = _make_directories(path, rank, ranks, stack, resume=resume is not False)
+            first_step = None if resume is True else resume
+            attempt = {"first_step": first_step, "ranks": ranks, "wait_s": _WAIT_S}
             config = {
                 "directory": str(rank_directory),
                 "pid": os.getpid(),
                 "plan": plan.as_json(),
                 "model": describe(layers, chosen),
-                "trace": _identity() if rank_directory.name == "rank-00000" else None,
+                "trace": {**_identity(), "ranks": ranks} if rank == 0 else None,
+                "attempt": None if resume is False else attempt,
             }
             writer = WriterProcess(config, plan.ring_bytes, plan.restart)
             stack.pop_all()
         try:
-            self._recording = Recording(models, layers, chosen, plan, clock, writer)
+            self._recording = Recording(models, layers, chosen, plan, clock, writer, writer.first_step)
         except BaseException:
             writer.wait()
             raise
@@ -192,8 +215,16 @@ class Recorder:
 
     @property
     def steps(self) -> int:
-        """How many steps have ended."""
+        """The number of the step that is under way: how many have ended, where step 0 was the first.
+
+        What a checkpoint has to keep for `attach(resume=…)`.
+        """
         return self._recording.step_number
+
+    @property
+    def first_step(self) -> int:
+        """The step that this recording began with."""
+        return self._recording.first_step
 
     def holds(self, parameters: Iterable[Tensor]) -> bool:
         """Whether the recorded models have one of some parameters."""
@@ -352,20 +383,41 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
         ) from None
 
 
-def _make_directories(path: Path, undo: contextlib.ExitStack) -> Path:
-    """Make the directories of the trace and of this process's rank.
+def _as_resume(resume: object) -> bool | int:
+    """Return the argument as a boolean or a step.
+
+    Raises:
+        AttachError: it is neither.
+    """
+    if isinstance(resume, bool):
+        return resume
+    try:
+        step = operator.index(resume)  # type: ignore[arg-type] # what is none, such as None, is refused by it
+    except TypeError:
+        step = -1
+    if not 0 <= step < _MOST_STEPS:
+        raise AttachError(f"resume is {resume!r}; it takes the step that comes next, from 0, or True, or False.")
+    return step
+
+
+def _make_directories(path: Path, rank: int, ranks: int, undo: contextlib.ExitStack, *, resume: bool) -> Path:
+    """Make the directories of the trace and of this process's rank, as far as they are not there.
 
     Raises:
         AttachError: they cannot be made, or something is there already.
     """
-    rank, ranks = _rank()
     if path.exists() and not path.is_dir():
         raise AttachError(f"{path} is a file. A trace is a directory: choose another path.")
     rank_directory = path / f"rank-{rank:05}"
+    there = rank_directory.exists() or (path / "trace.json").exists()
+    if resume and there:
+        with contextlib.suppress(OSError):  # whatever is wrong with it is found by the writer, which has words for it
+            rank_directory.mkdir()
+        return rank_directory
     if rank_directory.exists() or (ranks == 1 and (path / "trace.json").exists()):
         raise AttachError(
             f"{path} holds a trace already, and it is not overwritten. "
-            "Choose another path, or remove that directory first."
+            "Choose another path, or remove that directory first; resume=True goes on in it."
         )
     if ranks == 1 and path.exists() and any(path.iterdir()):
         raise AttachError(f"{path} is not empty and is no trace. Choose a new directory, such as {path / 'trace'}.")

@@ -47,6 +47,7 @@ class Recording:
         plan: what is recorded.
         clock: what ends a step.
         writer: where it goes.
+        first_step: the number of the first step.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class Recording:
         plan: Plan,
         clock: str | Optimizer,
         writer: WriterProcess,
+        first_step: int = 0,
     ) -> None:
-        self.step_number = 0
+        self.first_step = self.step_number = first_step
         self.active = True
         self._failed = False
         self._plan = plan
@@ -290,7 +292,7 @@ class Recording:
         return {
             "step": self.step_number,
             "step_s": round(now - self._began, 3),
-            "steps_per_s": round(self.step_number / max(now - self._since, 1e-9), 3),
+            "steps_per_s": round((self.step_number - self.first_step) / max(now - self._since, 1e-9), 3),
             "tensors_stopped": stopped,
             "plan": self._plan.as_json(),
         }
@@ -422,7 +424,7 @@ class Recording:
         with self._capture.lock:
             if not self.active:
                 return
-            if how == "detached" and not self.step_number and self._clock.strangers:
+            if how == "detached" and self.step_number == self.first_step and self._clock.strangers:
                 warn(
                     "no step has ended: the optimizers that stepped hold no parameter of the model. Is another object "
                     "trained, such as a copy of it? Pass clock='forward' or clock='manual' if that is meant."

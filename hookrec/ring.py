@@ -26,7 +26,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,7 @@ class Ring:
     Owned by the recorder, which uses it under its lock. `rows` holds the rows of the part that is being filled; whoever
     records a tensor writes its row there, number `part.count`, and raises that. `streams` has all that there ever were,
     by any key, with their announcements in the order of their numbers; a part announces those that the parts before it
-    have not.
+    have not. `earlier_streams` are those of earlier attempts, which come first and are announced to nobody.
 
     Args:
         ring_bytes: size of the memory.
@@ -174,6 +174,7 @@ class Ring:
         self.rows = bytearray(_ROWS_A_PART * ROW_BYTES)
         self.part = Part(self._messages[0])
         self.streams: dict[Any, dict[str, Any]] = {}
+        self.earlier_streams: list[dict[str, Any]] = []
         self.wait_s = 0.0
         self.high_water_bytes = 0
         self.step_bytes = 0
@@ -193,6 +194,18 @@ class Ring:
         self.writer_socket.close()
         self._under_way = (self.acknowledged().number + 1, [])
         self._connect()
+
+    def go_on(self, there: Mapping[str, Any]) -> None:
+        """Go on where earlier attempts of the training have ended, before anything is recorded.
+
+        Args:
+            there: how many `rows`, lines of `scalars` and `notes` are there; `streams`, in order, with None for such
+                as take no more.
+        """
+        streams = there["streams"]
+        self.earlier_streams = [{"id": number} if found is None else found for number, found in enumerate(streams)]
+        self._messages = deque([Sent(0, there["rows"], len(streams), there["scalars"], there["notes"])])
+        self.part = Part(self._messages[0])
 
     @property
     def facts(self) -> dict[str, Any]:

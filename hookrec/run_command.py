@@ -17,6 +17,8 @@ from hookrec.plan_options import options_of, plan_options
     short_help="Record a script, unchanged.",
 )
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Directory of the trace; must be new or empty.")
+@click.option("--resume", is_flag=True, help="Go on in the trace at --out after its last step, or begin it.")
+@click.option("--resume-at", type=click.IntRange(0, 2**62), metavar="STEP", help="The same, from this step on.")
 @click.option("-m", "module", is_flag=True, help="TARGET is a module, as for python -m.")
 @click.option("--idle", is_flag=True, help="Record nothing; only listen for `hookrec attach`.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not say at the end what was recorded.")
@@ -28,6 +30,8 @@ def run(
     module: bool,
     idle: bool,
     quiet: bool,
+    resume: bool,
+    resume_at: int | None,
     plan_file: Path | None,
     target: str,
     arguments: tuple[str, ...],
@@ -44,9 +48,16 @@ def run(
         raise click.UsageError("Say where to with -o DIR, or --idle to record nothing for now.")
     if idle and (plan_file is not None or any(value not in (None, ()) for value in given.values())):
         raise click.UsageError("--idle records nothing, so it takes no plan; give it to `hookrec attach PID`.")
+    if resume and resume_at is not None:
+        raise click.UsageError("--resume goes on after the last step, --resume-at from a step on; choose one.")
+    going_on = resume or resume_at is not None
+    if idle and going_on:
+        raise click.UsageError("--idle records nothing, so it resumes nothing.")
     options = {} if idle else _usage(options_of, plan_file, given)
+    if going_on:
+        options["resume"] = True if resume_at is None else resume_at
     if out is not None:
-        _check_out(out)
+        _check_out(out, going_on=going_on)
     if not module and not Path(target).exists():
         hint = "" if target.endswith(".py") else f" For a module: hookrec run -m {target}"
         raise click.UsageError(f"There is no script {target}.{hint}")
@@ -70,12 +81,14 @@ def _usage(function: Any, *arguments: Any) -> Any:
         raise click.UsageError(error.message) from None
 
 
-def _check_out(out: Path) -> None:
+def _check_out(out: Path, *, going_on: bool) -> None:
     """Refuse before the script begins what `attach` would refuse later; ranks find the folders of others there."""
     if out.exists() and not out.is_dir():
         raise click.UsageError(f"{out} is a file. A trace is a directory: choose another path.")
-    if out.is_dir() and any(out.iterdir()) and "RANK" not in os.environ:
-        raise click.UsageError(f"{out} is not empty. Choose a new directory, or remove that one first.")
+    if out.is_dir() and any(out.iterdir()) and "RANK" not in os.environ and not going_on:
+        raise click.UsageError(
+            f"{out} is not empty. Choose a new directory, remove that one first, or go on in it by --resume."
+        )
     above = next(parent for parent in (out.absolute(), *out.absolute().parents) if parent.exists())
     if not os.access(above, os.W_OK | os.X_OK):
         raise click.UsageError(f"{out} cannot be made: {above} cannot be written to.")

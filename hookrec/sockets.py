@@ -115,10 +115,20 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
 
 def check_peer(connection: socket.socket) -> None:
     """Raise NoSocket unless the other end is a process of this user's."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid = _CREDENTIALS.unpack(credentials)[1]
+    _, uid = _credentials(connection)
     if uid != os.geteuid():
         raise NoSocket(f"the process at the other end is user {uid}'s")
+
+
+def peer_of(connection: socket.socket) -> int:
+    """Return the number of the process at the other end."""
+    return _credentials(connection)[0]
+
+
+def _credentials(connection: socket.socket) -> tuple[int, int]:
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(found)
+    return pid, uid
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hookrec.attempt import Attempt
 from hookrec.conditions import Condition, Judged
 from replay.format import MODES, SCALARS_FILE, TRIGGERS_FILE, whole_lines
 
@@ -53,9 +54,11 @@ class Triggers:
     Args:
         directory: the rank's directory. What is there of an earlier writer counts.
         plan: the plan, as `trace.json` has it.
+        attempt: the attempt that is recorded; what fired in others does not keep a trigger from firing.
     """
 
-    def __init__(self, directory: Path, plan: Mapping[str, Any]) -> None:
+    def __init__(self, directory: Path, plan: Mapping[str, Any], attempt: Attempt) -> None:
+        self._attempt = attempt
         self._states = [_State(Condition(text)) for text in plan["triggers"]]
         self._rest, self._limit = plan["trigger_rest"], plan["trigger_limit"]
         self._columns = sorted({name for state in self._states for name in state.condition.columns})
@@ -69,7 +72,8 @@ class Triggers:
                 lengths[name] = max(lengths.get(name, 0), count)
         self._earlier = {name: deque[tuple[int, float]](maxlen=count + 8) for name, count in lengths.items()}
         self._unheard = set(lengths)
-        self.lines: list[dict[str, Any]] = [json.loads(line) for line in whole_lines(directory / TRIGGERS_FILE)[0]]
+        lines = map(json.loads, whole_lines(directory / TRIGGERS_FILE)[0])
+        self.lines: list[dict[str, Any]] = [line for line in lines if line.get("attempt", 0) == attempt.number]
         self._said = {(line["step"], line["by"], line["why"]) for line in self.lines}
         self._file = (directory / TRIGGERS_FILE).open("a", encoding="utf-8")
         self._remember(directory)
@@ -124,7 +128,8 @@ class Triggers:
         if key not in self._said:
             self._said.add(key)
             line = {"step": fired.step, "time": round(time.time(), 3), "by": fired.by, "why": fired.why}
-            self._file.write(json.dumps(line | {"detail": fired.detail, "first_step": first_step}) + "\n")
+            line |= {"detail": fired.detail, "first_step": first_step}
+            self._file.write(json.dumps(self._attempt.marked(line)) + "\n")
             self._file.flush()
             os.fsync(self._file.fileno())  # a few lines a trace, and what is looked for first
 

@@ -112,7 +112,8 @@ class Watched:
         if self._stamp and not self._unwritten:
             unchecked = self._unchecked if self._running is None else self._running[1]
             places = {str(rank): list(place) for rank, place in self._follower.places.items()}
-            self._memory = {"stamp": self._stamp, "places": places, "unchecked": unchecked, "done": self.done}
+            self._memory = {"stamp": self._stamp, "places": places, "unchecked": unchecked}
+            self._memory["done"] = self._ends_when_done if self.done else None
         return self._memory
 
     @property
@@ -124,6 +125,8 @@ class Watched:
         stat = (self.path / TRACE_FILE).stat()
         if self._stamp != [stat.st_ino, stat.st_mtime_ns]:
             self._begin([stat.st_ino, stat.st_mtime_ns])
+        if self.done and self._ends() != self._ends_when_done:
+            self.done = False  # the training was resumed
         if self.done:
             self._rest_until = now + _DONE_REST_S
             return _DONE_REST_S
@@ -151,7 +154,8 @@ class Watched:
         """Begin with a trace, or with another one at the same place."""
         identity = read_identity(self.path)
         self._stamp = []
-        places, self._unchecked, self.done = _remembered(self._memory, stamp)
+        places, self._unchecked, self._ends_when_done = _remembered(self._memory, stamp)
+        self.done = self._ends_when_done is not None
         self._trace_id = str(identity.get("id"))
         self._host = identity["provenance"].get("host")
         self._follower = Follower(self.path, places)
@@ -164,6 +168,16 @@ class Watched:
         self._stale = self._is_stale()
         self._send_old()
         self._stamp = stamp
+
+    def _ends(self) -> list[int]:
+        """When the ranks were sealed; 0 where one is not."""
+        found = []
+        for rank in sorted(self.path.glob("rank-[0-9]*")):
+            try:
+                found.append((rank / END_FILE).stat().st_mtime_ns)
+            except OSError:
+                found.append(0)
+        return found
 
     def _is_stale(self) -> bool:
         """Whether it ended too long ago for its alerts to be news."""
@@ -279,24 +293,33 @@ class Watched:
 
     def _finish(self) -> None:
         """Say how the trace ended, once."""
+        ends = self._ends()
         for number, rank in self._follower.directories.items():
             end = read_end(rank)
             if end is not None and (finding := ended(number, end)) is not None:
                 self._found([finding])
         self._write_alerts()
         self.done = not self._unwritten
+        self._ends_when_done = ends
 
 
-def _remembered(memory: Any, stamp: list[int]) -> tuple[dict[int, Place], int | None, bool]:
-    """Return places, the first step that was not judged, and whether all is done; nothing, if of another trace."""
+def _remembered(memory: Any, stamp: list[int]) -> tuple[dict[int, Place], int | None, list[int] | None]:
+    """Return places, the first step that was not judged, and when the ranks had ended if all is done.
+
+    Of another trace, it is nothing.
+    """
     try:
         if memory["stamp"] == stamp:
             places = {int(rank): (int(number), int(rows)) for rank, (number, rows) in memory["places"].items()}
-            unchecked = memory["unchecked"]
-            return places, None if unchecked is None else int(unchecked), bool(memory["done"])
+            unchecked, ends = memory["unchecked"], memory["done"]
+            return (
+                places,
+                None if unchecked is None else int(unchecked),
+                None if ends is None else [int(end) for end in ends],
+            )
     except (KeyError, TypeError, ValueError, AttributeError):
         pass  # somebody else's; all is read again
-    return {}, None, False
+    return {}, None, None
 
 
 def _judge(

@@ -24,16 +24,16 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from hookrec.attempt import Attempt, CannotResume, changes_of_plan, locked_soon, take_up
 from hookrec.held import Held
 from hookrec.provenance import write_trace_file
-from hookrec.resume import Message, Predecessor
+from hookrec.resume import SHARED_FILES, Message, Predecessor, cut_torn_line
 from hookrec.ring import KEPT, LIMIT, MESSAGE, PAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
 from replay import format as trace_format
 from replay.files import sync
 from replay.format import STATISTICS, Placed, Stream
 from replay.log import LogWriter
 from replay.places import Places
-from replay.seal import locked, seal
 from replay.stores import open_writer
 
 _ROW_DTYPE = np.dtype(
@@ -65,13 +65,20 @@ class Writer:
         plan: what is recorded, as `trace.json` has it.
         memory: the shared memory.
         before: the writer whose work this one continues.
+        attempt: the attempt of the training that is recorded.
     """
 
     def __init__(
-        self, directory: Path, plan: dict[str, Any], memory: memoryview, before: Predecessor | None = None
+        self,
+        directory: Path,
+        plan: dict[str, Any],
+        memory: memoryview,
+        before: Predecessor | None = None,
+        attempt: Attempt | None = None,
     ) -> None:
         self._directory = directory
         self._plan = plan
+        self._attempt = attempt or Attempt()
         self._memory = memory
         # The checksum's extension takes no memoryview, but arrays that cannot be written to.
         self._readable = np.frombuffer(memory.toreadonly(), np.uint8)
@@ -82,7 +89,8 @@ class Writer:
         # The writer before may have come as far as a change of the plan that is sent again.
         stored = plan["tensors"] or any(stream.location is not None for stream in streams)
         self._store = open_writer(plan["store"], directory) if stored else None
-        self._places = Places(plan["store"], streams)
+        self._closed = before.closed if before else frozenset()
+        self._places = Places(plan["store"], streams, self._closed)
         self._streams = 0
         self._streams_file = _appending(directory / trace_format.STREAMS_FILE)
         self._scalars_file = _appending(directory / trace_format.SCALARS_FILE)
@@ -140,15 +148,16 @@ class Writer:
             self._plan = facts["plan"]
             if self._plan["tensors"] and self._store is None:
                 self._store = open_writer(self._plan["store"], self._directory)
+        if "commit" in facts:
+            self._attempt.begin(self._directory, self._log.segment, self._plan)
         if "model" in facts:
             _write_model_file(self._directory, facts["model"], durable=self._durable)
         self._add_streams(facts.get("streams", ()))
         for note in facts.get("notes", ()):
-            self._notes_file.write(json.dumps(note) + "\n")
-            self._notes_file.flush()
+            self._write_note(note)
         for line in facts.get("scalars", ()):
             line["values"] = {name: _json_number(value) for name, value in line["values"].items()}
-            self._scalars_file.write(json.dumps(line) + "\n")
+            self._scalars_file.write(json.dumps(self._attempt.marked(line)) + "\n")
         if "scalars" in facts:
             self._scalars_file.flush()
         for reason in facts.get("triggers", ()):  # in flight mode they go another way
@@ -170,7 +179,7 @@ class Writer:
 
     def _add_to_store(self, stream: Stream, rows: int = 0) -> None:
         self._streams += 1
-        if self._store is not None and stream.location is not None:
+        if self._store is not None and stream.location is not None and stream.location not in self._closed:
             try:
                 self._store.add(stream, rows)
             except OSError as error:
@@ -289,8 +298,11 @@ class Writer:
     def note(self, note: str) -> None:
         """Write down what concerns all layers."""
         with contextlib.suppress(OSError):
-            self._notes_file.write(json.dumps({"step": None, "layer": None, "note": note}) + "\n")
-            self._notes_file.flush()
+            self._write_note({"step": None, "layer": None, "note": note})
+
+    def _write_note(self, note: dict[str, Any]) -> None:
+        self._notes_file.write(json.dumps(self._attempt.marked(note)) + "\n")
+        self._notes_file.flush()
 
     def begin(self) -> None:
         """Look at the limits before the first step, and see that the trace itself outlasts what its steps do."""
@@ -314,7 +326,7 @@ class Writer:
             self._store.close()
         usage = resource.getrusage(resource.RUSAGE_SELF)
         books = {**self.end["books"], "writer_cpu_s": round(usage.ru_utime + usage.ru_stime, 3)}
-        seal(self._directory, self.end["how"], self.end["detail"], books, durable=self._durable)
+        self._attempt.seal(self._directory, {**self.end, "books": books}, durable=self._durable)
 
 
 _DIED = "the training process disappeared without detaching: it was killed, or crashed in native code"
@@ -332,27 +344,21 @@ def main(memory_fd: int, socket_fd: int) -> int:
     directory = Path(config["directory"])
     _raise_file_limit()
     with contextlib.ExitStack() as stack:
+        answer: dict[str, Any] = {}
         try:
-            stack.enter_context(locked(directory))
-            if config["trace"] is not None:
-                write_trace_file(directory.parent, config)
-            before = None
-            if "resume" in config:
-                before = Predecessor(directory, config["resume"], Control(memory).released)
-            else:
-                _write_model_file(directory, config["model"])
-            writer = Writer(directory, config["plan"], memory, before)
-            writer.begin()
-            if before is not None:
-                writer.note(f"the writer process is gone ({config['resume']['why']}); another goes on from here")
+            stack.enter_context(locked_soon(directory, (config.get("attempt") or {}).get("wait_s", 0.0)))
+            writer, before, attempt, answer = _begin(directory, config, memory)
+        except CannotResume as error:
+            connection.sendall(json.dumps({"refused": str(error)}).encode() + b"\n")
+            return 1
         except Exception as error:
             connection.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
             return 1
-        connection.sendall(b"{}\n")
+        connection.sendall(json.dumps(answer).encode() + b"\n")
         try:
             held = None
             if config["plan"]["flight"] is not None:
-                held = Held(directory, config["plan"], len(memory) - PAGE, writer, before)
+                held = Held(directory, config["plan"], len(memory) - PAGE, writer, before, attempt)
             for messages in _Source(connection, training, len(memory)):
                 if held is not None:
                     held.take(messages)
@@ -375,6 +381,46 @@ def main(memory_fd: int, socket_fd: int) -> int:
             print(f"the trace could not be sealed: {_words(error)}", file=sys.stderr)
             return 1
     return 0
+
+
+def _begin(
+    directory: Path, config: dict[str, Any], memory: memoryview
+) -> tuple[Writer, Predecessor | None, Attempt, dict[str, Any]]:
+    """Return the writer, what was there before it, the attempt that it records, and the answer to the training.
+
+    Raises:
+        CannotResume: as `take_up`.
+    """
+    before = None
+    answer: dict[str, Any] = {}
+    succeeds = "resume" in config
+    if succeeds:
+        attempt = Attempt.of(config, directory)
+        for name in SHARED_FILES:
+            cut_torn_line(directory / name)
+        before = Predecessor(directory, config["resume"], Control(memory).released, attempt.number)
+    elif config.get("attempt") is not None:
+        attempt, before, answer = take_up(directory, config)
+    else:
+        attempt = Attempt()
+    try:
+        if config["trace"] is not None and not (before and (directory.parent / trace_format.TRACE_FILE).exists()):
+            write_trace_file(directory.parent, config)
+        changes = changes_of_plan(directory, config["plan"]) if attempt.number and not succeeds else None
+        if not succeeds:
+            _write_model_file(directory, config["model"])
+        writer = Writer(directory, config["plan"], memory, before, attempt)
+        writer.begin()
+    except Exception:
+        if attempt.number and not attempt.begun:
+            with contextlib.suppress(Exception):
+                attempt.seal(directory, {}, durable=False)  # as it was before we came
+        raise
+    if succeeds:
+        writer.note(f"the writer process is gone ({config['resume']['why']}); another goes on from here")
+    if changes is not None:
+        writer.note(f"resumed from step {attempt.first_step} on by another plan: {changes}")
+    return writer, before, attempt, answer
 
 
 class _Source:

@@ -33,6 +33,9 @@ class WriterProcess:
         ring_bytes: size of the shared memory.
         restarts: how many times another is started when it dies.
 
+    Attributes:
+        first_step: the step that the recording begins with.
+
     Raises:
         AttachError: it could not begin.
     """
@@ -45,7 +48,11 @@ class WriterProcess:
         self._pid = os.getpid()
         try:
             self._process = self._start()
-            self._greet(config)
+            answer = self._greet(config)
+            if "attempt" in answer:
+                self._config = {**config, "attempt": answer["attempt"]}
+                self.ring.go_on(answer)
+            self.first_step: int = answer.get("attempt", {}).get("first_step", 0)
         except BaseException:
             self.ring.close()
             self._words.close()
@@ -64,24 +71,30 @@ class WriterProcess:
             start_new_session=True,  # Ctrl-C in the terminal is meant for the training
         )
 
-    def _greet(self, config: dict[str, Any]) -> None:
+    def _greet(self, config: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
             stdin.write(json.dumps(config).encode())
         self.ring.writer_socket.close()
+        answer: dict[str, Any] = {}
         try:
-            answer = self.ring.receive_line(_START_S)
-            error = json.loads(answer).get("error") if answer else self.last_words()
+            line = self.ring.receive_line(_START_S)
+            answer = json.loads(line) if line else {"error": self.last_words()}
         except (OSError, ValueError) as failure:
-            error = str(failure)
+            answer = {"error": str(failure)}
         except BaseException:
             self._process.kill()
             self._process.wait()
             raise
-        if error is not None:
+        if "error" in answer or "refused" in answer:
             self._process.kill()
             self._process.wait()
-            raise AttachError(f"The writer process could not begin to record to {config['directory']}: {error}")
+            if "refused" in answer:
+                raise AttachError(f"{config['directory']} cannot be resumed: {answer['refused']}.")
+            raise AttachError(
+                f"The writer process could not begin to record to {config['directory']}: {answer['error']}"
+            )
+        return answer
 
     def _succeed(self) -> None:
         """Start another writer in the place of one that is gone.

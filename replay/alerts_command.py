@@ -19,7 +19,7 @@ _COLUMNS = ("time", "severity", "rule", "rank", "layer", "kind", "first_step", "
 def alerts(trace: Path, as_json: bool) -> None:
     """Print the alerts of a trace, as `hookrec daemon` found them.
 
-    Ends with 0, also where there is none, and with 1 where the trace cannot be read.
+    Ends with 0, also where there is none, and with 2 where the trace cannot be read.
     """
     read_identity(trace)
     found = read_alerts(trace)

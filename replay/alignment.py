@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from replay.errors import BadQuery
-from replay.filters import Names, Steps, globs_of, matches, steps_condition
+from replay.filters import Names, Steps, check_globs, globs_of, matches, steps_condition
 from replay.renaming import renamed
 from replay.trace import Trace
 
@@ -152,14 +152,23 @@ def _single(keys: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:
 
 
 def _by_step(
-    trace: Trace, layers: Names, kinds: Names, steps: Sequence[int], shift: int
+    trace: Trace,
+    layers: tuple[str, ...] | None,
+    kinds: tuple[str, ...] | None,
+    steps: Sequence[int],
+    shift: int,
 ) -> dict[tuple[int, int], list[Record]]:
-    """The records of some steps by step of A and rank, in the order of execution."""
+    """The records of some steps by step of A and rank, in the order of execution; a trace may lack what another has."""
     wanted = [step + shift for step in steps]
     close = wanted[-1] - wanted[0] < 2 * len(wanted)
     chosen: Steps = slice(wanted[0], wanted[-1] + 1) if close else wanted
     found: dict[tuple[int, int], list[Record]] = {}
     known = set(wanted)
+    # What only the other trace has is nothing to ask this one for.
+    layers, kinds = (
+        globs and tuple(glob for glob in globs if any(matches(name, (glob,)) for name in names))
+        for names, globs in ((trace.layers, layers), (trace.kinds, kinds))
+    )
     for record in trace.records(layers, kinds, chosen).to_pylist():
         if record["step"] in known:
             found.setdefault((record["step"] - shift, record["rank"]), []).append(record)
@@ -188,11 +197,8 @@ def align(
             raise BadQuery(f"{trace.path} has no committed step yet, so there is nothing to compare.")
     globs = globs_of(layers)
     names = renamed(a.layers, rules)
-    for what, given, there in (("layer", globs, [*a.layers, *b.layers]), ("kind", globs_of(kinds), a.kinds)):
-        for glob in given or ():
-            if not any(matches(name, (glob,)) for name in there):
-                some = ", ".join(map(repr, there[:5]))
-                raise BadQuery(f"{a.path} has no {what} {glob!r}; it has {some}.")
+    check_globs("layer", globs, [*a.layers, *b.layers], a.path)
+    check_globs("kind", globs_of(kinds), a.kinds, a.path)
     chosen = [layer for layer in a.layers if matches(layer, globs)]
     if not {names[layer] for layer in chosen} & set(b.layers):
         raise BadQuery(_no_layer_in_common(a, b, chosen))

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import json_option, limit_option, print_rows, say, trace_argument
+from replay.command_line import attempt_option, json_option, limit_option, print_rows, say, trace_argument
 
 
 @click.command(
@@ -19,20 +19,21 @@ Examples:
   replay sql runs/a "describe records"
   replay sql runs/a - < query.sql
 
-Ends with 0, also where no row is found, and with 1 if the query cannot be answered.
+Ends with 0, also where no row is found, and with 2 if the query cannot be answered.
 """
 )
 @trace_argument
 @click.argument("query")
 @limit_option
+@attempt_option
 @json_option
-def sql(trace: Path, query: str, limit: int, as_json: bool) -> None:
+def sql(trace: Path, query: str, limit: int, attempt: int | None, as_json: bool) -> None:
     """Answer a query in DuckDB's SQL over the tables records, streams, scalars and modules.
 
     tensor(records) is the list of a record's values. A query reads no other files and writes none. QUERY may be "-" for
     standard input. With --json all rows are printed.
     """
-    found = replay.open(trace).sql(sys.stdin.read() if query == "-" else query)
+    found = replay.open(trace, attempt).sql(sys.stdin.read() if query == "-" else query)
     shown = found if as_json else found.slice(0, limit)
     print_rows(shown.to_pylist(), as_json, found.column_names)
     if len(found) > len(shown):

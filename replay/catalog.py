@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 
 from replay.alerts import count_alerts
@@ -19,7 +18,7 @@ from replay.dropping import read_dropped
 from replay.errors import ReplayError, TraceDamaged
 from replay.format import END_FILE, PINNED_FILE, TRACE_FILE
 from replay.log import Log
-from replay.seal import is_locked
+from replay.seal import COUNTED_COLUMNS, is_locked, totals
 from replay.zarr_store import DIRECTORY
 
 
@@ -92,7 +91,7 @@ class Entry:
         status: "live", "sealed", "torn", or "damaged", where it cannot be read.
         steps: committed steps, of the rank that has most; None if it cannot be read, as all that follows.
         records: committed records of all ranks.
-        bytes: of the tensors that are there.
+        bytes: of the tensors that are there, those of earlier attempts as well.
         alerts: how many.
         pinned: whether a quota leaves its tensors alone.
         created: when recording began (RFC 3339).
@@ -156,6 +155,7 @@ def _counted(rank: Path) -> _Counted:
             raise TraceDamaged(f"{rank / END_FILE} does not say how many steps, records and bytes there are.") from None
         return _Counted("sealed", steps, records, max(0, nbytes - read_dropped(rank).nbytes))
     state = "live" if is_locked(rank) else "torn"
-    log = Log(rank).refresh()
-    table = log.table(["step", "nbytes"])
-    return _Counted(state, len(np.unique(table["step"])), len(table), int(np.sum(table["nbytes"])))
+    log = Log(rank, superseded=True).refresh()
+    table = log.table(COUNTED_COLUMNS)
+    found = totals({name: table[name].to_numpy() for name in table.column_names}, log.attempts)
+    return _Counted(state, found["steps"], found["records"], found["bytes"])

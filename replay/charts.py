@@ -224,7 +224,8 @@ def histogram(trace: Trace, layer: str, kind: str, *, call: int = 0, path: str =
     """
     key: dict[str, Any] = {"call": call, "path": path, "rank": rank}
     wanted = {**key, "layer": layer, "kind": kind}
-    records = trace.records(layer, kind).select([*wanted, "step", "kept"]).to_pylist()
+    there_is = layer in trace.layers and kind in trace.kinds
+    records = trace.records(layer, kind).select([*wanted, "step", "kept"]).to_pylist() if there_is else []
     there = [row["step"] for row in records if all(row[name] == value for name, value in wanted.items())]
     steps = [row["step"] for row in records if row["kept"] and all(row[name] == wanted[name] for name in wanted)]
     if not steps:

@@ -11,8 +11,7 @@ import click
 
 import replay
 from replay.check import Finding, Report, all_rules, choose, examine
-from replay.command_line import json_option, print_json, say, trace_argument
-from replay.errors import ReplayError
+from replay.command_line import attempt_option, json_option, print_json, say, trace_argument
 from replay.printable import printable
 from replay.rulebook import SEVERITIES, rules_of_file
 
@@ -32,12 +31,6 @@ Exit status:
 
 A file of rules is run with all your rights: only give one that you trust. docs/check.md lists the rules, and says how
 to write one."""
-
-
-class _Unusable(click.ClickException):
-    """A question without an answer, which is not to be taken for a finding."""
-
-    exit_code = 2
 
 
 @click.command(epilog=_EXAMPLES)
@@ -60,6 +53,7 @@ class _Unusable(click.ClickException):
 @click.option("--only", multiple=True, metavar="RULE", help="Run this rule; may be repeated.")
 @click.option("--skip", multiple=True, metavar="RULE", help="Do not run this rule; may be repeated.")
 @click.option("--since", type=click.IntRange(0, 2**62), help="Only what was so at this step or later.")
+@attempt_option
 @click.option(
     "--fail-on",
     type=click.Choice([*SEVERITIES, "never"]),
@@ -76,17 +70,15 @@ def check(
     only: tuple[str, ...],
     skip: tuple[str, ...],
     since: int | None,
+    attempt: int | None,
     fail_on: str,
     verbose: bool,
     as_json: bool,
 ) -> None:
     """Find what is wrong with a training, the most probable cause first."""
-    try:
-        rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
-        opened = replay.open(trace)
-        report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
-    except ReplayError as error:
-        raise _Unusable(str(error)) from None
+    rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
+    opened = replay.open(trace, attempt)
+    report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
     if as_json:
         print_json(dataclasses.asdict(report))
     else:

@@ -8,7 +8,9 @@ import click
 
 import replay
 from replay.command_line import (
+    EXIT,
     Commands,
+    attempt_option,
     cell_text,
     filter_options,
     json_option,
@@ -21,6 +23,7 @@ from replay.command_line import (
     step_option,
     trace_argument,
 )
+from replay.history import in_words
 from replay.printable import printable
 
 _COLUMNS = ("step", "layer", "kind", "call", "shape", "n_nan", "min", "max", "mean", "std", "l2")
@@ -29,12 +32,11 @@ _CURVE = 16
 
 _FEW_SHAPES = 3
 
-_OF_OTHER_FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".npy", ".npz", ".arrow", ".feather", ".h5", ".zarr", ".xlsx")
-
 _ELSEWHERE = {
     "alerts": "replay.alerts_command:alerts",
     "check": "replay.check_command:check",
     "diff": "replay.diff_command:diff",
+    "export": "replay.export_command:export",
     "list": "replay.list_command:list_traces",
     "plot": "replay.plot_command:plot",
     "sql": "replay.asking:sql",
@@ -44,7 +46,7 @@ _ELSEWHERE = {
 }
 
 
-@click.group(cls=Commands, elsewhere=_ELSEWHERE)
+@click.group(cls=Commands, elsewhere=_ELSEWHERE, epilog=EXIT)
 @click.version_option(package_name="hookrec")
 def main() -> None:
     """Answer questions about a trace that hookrec recorded. Begin with: replay info TRACE."""
@@ -52,10 +54,11 @@ def main() -> None:
 
 @main.command()
 @trace_argument
+@attempt_option
 @json_option
-def info(trace: Path, as_json: bool) -> None:
+def info(trace: Path, attempt: int | None, as_json: bool) -> None:
     """Say what is in a trace, how it ended, what never fired and what recording cost."""
-    facts = _facts(replay.open(trace))
+    facts = _facts(replay.open(trace, attempt))
     if as_json:
         print_json(facts)
         return
@@ -79,6 +82,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "trace": str(trace.path),
         "status": trace.status,
         "ended": [f"rank {rank}: {end['how']}{_reason(end)}, {end['time']}" for rank, end in trace.endings.items()],
+        "attempts": in_words(trace.attempts),
         "steps": f"{len(steps)}, {steps[0]} to {steps[-1]}" if steps else "none is committed",
         "layers": len(trace.layers),
         "kinds": trace.kinds,
@@ -143,13 +147,21 @@ def _lines(value: object) -> list[str]:
 @main.command()
 @trace_argument
 @filter_options
+@attempt_option
 @json_option
-def ls(trace: Path, layers: tuple[str, ...], kinds: tuple[str, ...], where: str | None, as_json: bool) -> None:
+def ls(
+    trace: Path,
+    layers: tuple[str, ...],
+    kinds: tuple[str, ...],
+    where: str | None,
+    attempt: int | None,
+    as_json: bool,
+) -> None:
     """List what is recorded of each layer: kinds, dtypes, shapes, how many records.
 
     Where there are more than three shapes of a tensor, they are in one line; --json has a line for each.
     """
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     table = opened.records(layers or None, kinds or None, where=where)
     key = ("layer", "kind", "path", "dtype", "shape")
     found: dict[tuple[Any, ...], list[int]] = {}
@@ -184,6 +196,7 @@ def _joined_shapes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @filter_options
 @step_option
 @limit_option
+@attempt_option
 @json_option
 def stats(
     trace: Path,
@@ -192,13 +205,14 @@ def stats(
     where: str | None,
     step: int | None,
     limit: int,
+    attempt: int | None,
     as_json: bool,
 ) -> None:
     """Print records with their statistics, in the order of execution.
 
     On a terminal, with a curve of l2 over all steps; `replay trend` explains it.
     """
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     table = opened.records(layers or None, kinds or None, step, where)
     rows, columns = table.slice(0, limit).to_pylist(), list(_COLUMNS)
     if rows and on_terminal() and not as_json:
@@ -217,10 +231,11 @@ def stats(
 @main.command()
 @trace_argument
 @click.argument("where")
+@attempt_option
 @json_option
-def first(trace: Path, where: str, as_json: bool) -> None:
+def first(trace: Path, where: str, attempt: int | None, as_json: bool) -> None:
     """Print the first record for which a condition holds, such as 'n_nan > 0'. Ends with 1 if there is none."""
-    found = replay.open(trace).first(where)
+    found = replay.open(trace, attempt).first(where)
     if found is None:
         say("null" if as_json else f"No record of {trace} has {where}.")
         sys.exit(1)
@@ -242,8 +257,9 @@ def first(trace: Path, where: str, as_json: bool) -> None:
     help="Where in a nested output the tensor sits; of an input its position or keyword, of a parameter its name.",
 )
 @click.option("--rank", default=0, show_default=True, type=click.IntRange(0, 2**62))
+@attempt_option
 @json_option
-def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -> None:
+def show(trace: Path, layer: str, step: int | None, attempt: int | None, as_json: bool, **key: Any) -> None:
     """Print one tensor: its statistics and its values, shortened.
 
     On a terminal, with a curve of l2 over all steps, as of `replay trend`, and one of how its elements lie between
@@ -251,7 +267,7 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
     """
     import numpy as np
 
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     if step is None:
         steps = opened.steps
         step = steps[-1] if steps else 0
@@ -272,29 +288,6 @@ def show(trace: Path, layer: str, step: int | None, as_json: bool, **key: Any) -
         say(f"{'over time':9} {curve}")
         say(f"{'elements':9} {distribution(tensor, 3 * _CURVE)}")
     say(np.array2string(tensor, threshold=1000, edgeitems=3, precision=5))
-
-
-@main.command()
-@trace_argument
-@click.argument("out", type=click.Path(path_type=Path))
-@filter_options
-@click.option("--tensors", is_flag=True, help="Add a column with the values of each tensor.")
-@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
-def export(
-    trace: Path,
-    out: Path,
-    layers: tuple[str, ...],
-    kinds: tuple[str, ...],
-    where: str | None,
-    tensors: bool,
-    overwrite: bool,
-) -> None:
-    """Write records to a Parquet file, one row a record, for pandas, polars, DuckDB, Spark."""
-    if out.suffix.lower() in _OF_OTHER_FORMATS:
-        raise replay.BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
-    selection = replay.open(trace).select(layers or None, kinds or None, where=where)
-    selection.to_parquet(out, tensors=tensors, overwrite=overwrite)
-    say(f"wrote {out}", err=True)
 
 
 if __name__ == "__main__":

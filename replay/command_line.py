@@ -23,6 +23,19 @@ from replay.printable import printable, printable_lines
 _WORDS = ("layer", "kind", "path", "dtype", "shape", "rule", "severity", "advice", "trace", "status")
 
 
+EXIT = """\b
+Exit status of all commands:
+  0  the question was answered, the work done
+  1  the answer is bad news: a difference, a finding, damage, nothing that is so; or a file could not be written
+  2  there is no answer: wrong use, a name that is not there, a trace that cannot be read"""
+
+
+class Unanswered(click.ClickException):
+    """A question without an answer, which is not to be taken for one: `replay diff` ends with 1 if traces differ."""
+
+    exit_code = 2
+
+
 class Commands(click.Group):
     """Shows an error of ours as one message, never as a traceback.
 
@@ -52,13 +65,18 @@ class Commands(click.Group):
         try:
             return super().invoke(ctx)
         except ReplayError as error:
-            raise click.ClickException(printable_lines(error)) from None
+            raise Unanswered(printable_lines(error)) from None
         except click.ClickException as error:
             error.message = printable_lines(error.message)  # type: ignore[misc]
             raise
 
 
 trace_argument = click.argument("trace", type=click.Path(path_type=Path))
+attempt_option = click.option(
+    "--attempt",
+    type=click.IntRange(0, 2**31),
+    help="Of a training that was resumed: what there was up to this attempt, of replay info.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 limit_option = click.option(
     "--limit", default=40, show_default=True, type=click.IntRange(1, 2**31), help="Rows to print."
@@ -66,12 +84,21 @@ limit_option = click.option(
 step_option = click.option("--step", type=click.IntRange(0, 2**62), help="One step.")
 
 
+def names_option(flag: str, text: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return an option that takes names with commas between them, and may be repeated: as all commands have them."""
+
+    def split(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name.strip() for names in given for name in names.split(",") if name.strip())
+
+    return click.option(flag, multiple=True, help=text, callback=split)
+
+
 def filter_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that choose records: `layers`, `kinds` and `where`."""
     for option in (
         click.option("--where", help="SQL condition over the columns, such as 'n_nan > 0'."),
-        click.option("--kinds", multiple=True, help="Kind, such as grad_output; may be repeated."),
-        click.option("--layers", multiple=True, help="Glob over layer names, such as 'blocks.0.*'; may be repeated."),
+        names_option("--kinds", "Kinds, such as output,grad_output; may be repeated."),
+        names_option("--layers", "Globs over layer names, such as 'blocks.0.*,head'; may be repeated."),
     ):
         command = option(command)
     return command

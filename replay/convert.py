@@ -22,12 +22,14 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.attempts import read_attempts
 from replay.documents import read_end, read_identity
 from replay.dropping import read_dropped
 from replay.errors import CannotConvert, TraceDamaged
 from replay.files import PAGE
 from replay.format import (
     ALERTS_FILE,
+    ATTEMPTS_FILE,
     CODECS,
     DROPPED_FILE,
     END_FILE,
@@ -45,6 +47,7 @@ from replay.format import (
     TRIGGERS_FILE,
     Stream,
     parsed,
+    whole_lines,
     write_whole,
 )
 from replay.hdf5_store import SEGMENTS_FILE
@@ -67,8 +70,9 @@ _BLOCK_ROWS = 512
 _OF_TRACE = (ALERTS_FILE, SENT_FILE, PINNED_FILE)
 _OF_RANK = (MODEL_FILE, SCALARS_FILE, TRIGGERS_FILE)
 """What is copied as it is."""
+_WRITTEN = (TRACE_FILE, LOCK_FILE, STREAMS_FILE, END_FILE, DROPPED_FILE, NOTES_FILE, SEGMENTS_FILE, ATTEMPTS_FILE)
 _ANEW = re.compile(
-    "|".join(map(re.escape, (TRACE_FILE, LOCK_FILE, STREAMS_FILE, END_FILE, DROPPED_FILE, NOTES_FILE, SEGMENTS_FILE)))
+    "|".join(re.escape(name) for name in _WRITTEN)
     + rf"|rank-\d+|{re.escape(DIRECTORY)}|records-\d+\.(arrows|parquet)(\.partial)?|tensors(-\d+)?\.h5(\.partial)?"
 )
 """What is read, and written anew."""
@@ -106,7 +110,7 @@ def convert(
     with open_trace(source) as trace:
         partial = _partial(source, target, trace.status, store, compression)
         directories = dict(sorted(trace.directories.items()))
-        total = trace.count
+        total = sum(Log(directory, superseded=True).refresh().rows for directory in directories.values())
     identity = read_identity(source)
     for path in (path for rank in directories.values() for path in (rank, rank / MODEL_FILE)):
         if path.is_symlink():
@@ -131,7 +135,7 @@ def convert(
                         progress(done + count, total)
                 rank.finish()
                 rank.copy.replace(copy)
-            done += Log(copy).refresh().rows
+            done += Log(copy, superseded=True).refresh().rows
             damaged += _damaged(copy)
         _copy_files(source, partial, _OF_TRACE)
         came = {"path": str(source), "id": identity.get("id"), **{n: identity["plan"].get(n) for n in _CHANGED}}
@@ -209,6 +213,7 @@ class _Rank:
         self._source = source
         self.copy = copy
         self._store = store
+        self._attempts = read_attempts(source)
         self._dropped = read_dropped(source)
         self._old = read_streams(source)
         places = Places(store)
@@ -231,11 +236,22 @@ class _Rank:
                 for stream in self._new:
                     if stream.location is not None:
                         writer.add(stream, int(rows[stream.id]))
-            for columns in self._blocks(done):
+            for number, columns in self._blocks(done):
+                self._begin_attempts(log, self._attempts.of_segment(number))
                 self._write_block(columns, reader, writer)
                 log.append(columns)
                 done += len(columns["step"])
                 yield done
+            self._begin_attempts(log, self._attempts.last)
+
+    def _begin_attempts(self, log: LogWriter, attempt: int) -> None:
+        """Give each attempt up to one of them a segment of its own, as it has in the original, and its line."""
+        lines = whole_lines(self._source / ATTEMPTS_FILE)[0]
+        copied = whole_lines(self.copy / ATTEMPTS_FILE)[0]
+        for line in lines[len(copied) : attempt]:
+            log.begin_segment()
+            copied.append(json.dumps({**parsed(line), "segment": log.segment}))
+            write_whole(self.copy / ATTEMPTS_FILE, "".join(f"{one}\n" for one in copied))
 
     def _state(self) -> tuple[int, NDArray[np.int64]]:
         """How many records the copy has, and how many rows of each stream."""
@@ -247,8 +263,8 @@ class _Rank:
                 rows += np.bincount(streams, minlength=len(rows))
         return done, rows
 
-    def _blocks(self, skip: int) -> Iterator[dict[str, NDArray[Any]]]:
-        """Yield records of the original, from one of them on."""
+    def _blocks(self, skip: int) -> Iterator[tuple[int, dict[str, NDArray[Any]]]]:
+        """Yield records of the original, from one of them on, with the number of their segment."""
         for segment in segments_of(self._source):
             for batch in segment.batches():
                 if skip >= len(batch):
@@ -256,7 +272,7 @@ class _Rank:
                     continue
                 for begin in range(skip, len(batch), _BLOCK_ROWS):
                     part = batch.slice(begin, _BLOCK_ROWS)
-                    yield {name: part[name].to_numpy().copy() for name in RECORD_SCHEMA.names}
+                    yield segment.number, {name: part[name].to_numpy().copy() for name in RECORD_SCHEMA.names}
                 skip = 0
             if (tail := segment.tail()) is not None and tail.damage:
                 raise TraceDamaged(f"{segment.path}: {tail.message} A trace whose log is damaged is not converted.")

@@ -1,6 +1,6 @@
 """The command `replay diff`: which layer differs first, in a sentence, and the layers by how much they differ.
 
-Its exit status is the answer for scripts, as that of `diff`: so whatever hinders the answer is 2, and not 1.
+Its exit status is the answer for scripts, as that of `diff`.
 """
 
 import contextlib
@@ -13,25 +13,20 @@ from typing import Any
 import click
 
 import replay
-from replay.command_line import json_option, print_json, print_rows, say
+from replay.command_line import json_option, names_option, print_json, print_rows, say
 from replay.diff import Diff
-from replay.errors import BadQuery, ReplayError
+from replay.errors import BadQuery
 from replay.printable import printable
 
-_WRONG_USE = 2
 _INTERRUPTED = 130
 _COLUMNS = ("layer", "kind", "differ", "step", "max_abs", "relative", "cosine", "max_ulp", "tolerance")
-
-
-class _CannotCompare(click.ClickException):
-    exit_code = _WRONG_USE
 
 
 @click.command()
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path), required=False)
-@click.option("--layers", multiple=True, help="Glob over A's layer names; may be repeated.")
-@click.option("--kinds", multiple=True, help="Kind, such as output; may be repeated.")
+@names_option("--layers", "Globs over A's layer names, such as 'blocks.0.*,head'; may be repeated.")
+@names_option("--kinds", "Kinds, such as output,grad_output; may be repeated.")
 @click.option("--steps", help="Steps of A: 3, 10:20, 0:100:10; separated by commas.")
 @click.option("--map", "rules", multiple=True, help="Names 'A=B' of layers, or a TOML or JSON file; may be repeated.")
 @click.option("--tolerance", multiple=True, help="Relative tolerance, such as 1e-4 or bfloat16=0.02; may be repeated.")
@@ -80,8 +75,6 @@ def diff(
                 stop=stop,
                 progress=progress,
             )
-    except ReplayError as error:
-        raise _CannotCompare(str(error)) from None
     except KeyboardInterrupt:
         say("interrupted; nothing was found out", err=True)
         sys.exit(_INTERRUPTED)

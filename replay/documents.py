@@ -1,14 +1,15 @@
 """The JSON files of a trace as their readers need them: what is no document of the format is named, never guessed.
 
 `trace.json` says what the trace is, `model.json` which modules there were, `end.json` how it ended; `notes.jsonl`,
-`scalars.jsonl` and `triggers.jsonl` grow by a line at a time. Members that are not known are left alone: a later
-version may have them.
+`scalars.jsonl` and `triggers.jsonl` grow by a line at a time, of which those that count are given: `attempts`. Members
+that are not known are left alone: a later version may have them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from replay.attempts import counted
 from replay.errors import TraceDamaged, TraceNotFound, TraceTooNew
 from replay.format import (
     END_FILE,
@@ -84,28 +85,33 @@ def read_end(rank_directory: Path) -> dict[str, Any] | None:
     return end
 
 
-def read_notes(rank_directory: Path) -> list[dict[str, Any]]:
-    """Return what could not be recorded, and why."""
-    return list(_lines(rank_directory / NOTES_FILE, note=str, layer=(str, type(None))))
+def read_notes(rank_directory: Path, attempt: int | None = None) -> list[dict[str, Any]]:
+    """Return what could not be recorded, and why; `attempt` as of `replay.open`."""
+    step_or_null, text_or_null = (int, type(None)), (str, type(None))
+    return list(_lines(rank_directory / NOTES_FILE, 0, attempt, step=step_or_null, note=str, layer=text_or_null))
 
 
-def read_triggers(rank_directory: Path) -> list[dict[str, Any]]:
-    """Return which triggers have fired, at which step and why."""
+def read_triggers(rank_directory: Path, attempt: int | None = None) -> list[dict[str, Any]]:
+    """Return which triggers have fired, at which step and why; `attempt` as of `replay.open`."""
     text_or_null, step_or_null = (str, type(None)), (int, type(None))
     path = rank_directory / TRIGGERS_FILE
-    return list(_lines(path, step=int, by=str, why=str, detail=text_or_null, first_step=step_or_null))
+    return list(_lines(path, 0, attempt, step=int, by=str, why=str, detail=text_or_null, first_step=step_or_null))
 
 
-def read_scalars(rank_directory: Path, since: int | None = None) -> Iterator[tuple[int, float, str, float]]:
+def read_scalars(
+    rank_directory: Path, since: int | None = None, attempt: int | None = None
+) -> Iterator[tuple[int, float, str, float]]:
     """Yield step, time, name and value of the numbers that were logged.
 
     Args:
         rank_directory: where the rank lies.
         since: a step; what is long before it may be left out, so that the end of a long file is found in no time.
+        attempt: as of `replay.open`.
     """
     path = rank_directory / SCALARS_FILE
-    start = 0 if since is None else _where_since(path, since)
-    for line in _lines(path, start, step=int, time=(int, float), values=dict):
+    # Those of the latest attempt that count are in order, whatever is between them.
+    start = 0 if since is None or attempt is not None else _where_since(path, since)
+    for line in _lines(path, start, attempt, step=int, time=(int, float), values=dict):
         for name, value in line["values"].items():
             try:
                 yield line["step"], float(line["time"]), name, float(value)
@@ -145,14 +151,24 @@ def _read(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _lines(path: Path, start: int = 0, **members: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(whole_lines(path, start)[0], 1):
+def _lines(path: Path, start: int, attempt: int | None, **members: type | tuple[type, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the lines that count."""
+    lines = whole_lines(path, start)[0]  # before the attempts are looked at
+    yield from counted(_parsed_lines(lines, path, start, **members), path.parent, attempt)
+
+
+def _parsed_lines(
+    lines: Iterable[str], path: Path, start: int, **members: type | tuple[type, ...]
+) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, 1):
         try:
             found = parsed(line)
         except ValueError as error:
             where = f"Line {number}" + (f" after byte {start:,}" if start else "")
             raise TraceDamaged(f"{where} of {path} cannot be read: {error}") from None
         _check(path, found, **members)
+        if "attempt" in found:
+            _check(path, found, attempt=int)
         yield found
 
 

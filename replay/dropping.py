@@ -201,7 +201,7 @@ def _shared(rank_directory: Path, locations: Collection[str]) -> dict[str, list[
     found: dict[str, list[Member]] = {}
     if locations:
         streams = [stream for stream in read_streams(rank_directory) if stream.location in locations]
-        table = Log(rank_directory).refresh().table(COLUMNS_OF_ROWS)
+        table = Log(rank_directory, superseded=True).refresh().table(COLUMNS_OF_ROWS)
         columns = {name: table[name].to_numpy() for name in table.column_names}
         for member in rows_of(columns, streams):
             found.setdefault(str(member[0].location), []).append(member)

@@ -1,7 +1,8 @@
 """What a filter over records means: globs over names, steps as numbers or slices, conditions in SQL."""
 
+import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,26 @@ def globs_of(names: Names) -> tuple[str, ...] | None:
 def matches(name: str, globs: tuple[str, ...] | None) -> bool:
     """Return whether one of some globs matches a name; a name with brackets in it matches itself."""
     return globs is None or any(name == glob or fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def check_globs(what: str, globs: tuple[str, ...] | None, there: Sequence[str], whose: object) -> None:
+    """Refuse a glob that matches nothing: an empty answer would read as if there were nothing to find.
+
+    Args:
+        what: of which there are names, such as "layer".
+        globs: as `globs_of` returns them.
+        there: the names that there are. Where there is none yet, nothing is known to be wrong.
+        whose: what has them.
+
+    Raises:
+        BadQuery: with the names that are like it, or else the first ones.
+    """
+    for glob in globs or ():
+        if there and not any(matches(name, (glob,)) for name in there):
+            near = difflib.get_close_matches(glob, there, n=5, cutoff=0.4) or there[:5]
+            some = ", ".join(map(repr, near if len(there) > 8 else there))
+            more = f", and {len(there) - len(near)} more" if len(there) > 8 else ""
+            raise BadQuery(f"There is no {what} {glob!r} in {whose}; there are {some}{more}.")
 
 
 def steps_condition(steps: Steps, last: int) -> Any:

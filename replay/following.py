@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.compute
 
 from replay.errors import TraceDamaged, TraceNotFound
-from replay.filters import Names, globs_of, matches
+from replay.filters import Names, check_globs, globs_of, matches
 from replay.follow import Follower
 from replay.query import records_where
 from replay.trace import Trace
 
-_TORN_S = 10.0
+TORN_S = 10.0
 """How long a trace has no writer before it is given up: a writer that is started again needs a second or two."""
 
 
@@ -45,7 +45,7 @@ def follow(
 
     Raises:
         TraceNotFound: there is no trace, or none after `wait_s`.
-        BadQuery: a filter cannot be understood.
+        BadQuery: a filter cannot be understood; at the end, if a glob has matched nothing in any of them.
     """
     for _, records in follow_all([trace], poll_s, layers=layers, kinds=kinds, where=where, wait_s=wait_s):
         yield records
@@ -66,28 +66,35 @@ def follow_all(
     followers = {trace: Follower(trace.path) for trace in going}
     written = dict.fromkeys(going, time.monotonic())
     wanted = globs_of(layers), globs_of(kinds)
+    every = list(going)
     while going:
         for trace in list(going):
             status = trace.status  # before the look: what is sealed now has nothing that the look would miss
             for records in followers[trace].read():
-                found = _of_names(records, *wanted)
-                found = found if where is None else records_where(found, where)
+                found = narrowed(records, *wanted, where)
                 if len(found):
                     yield trace.refresh(), found
             if status != "torn":
                 written[trace] = time.monotonic()
-            if status == "sealed" or time.monotonic() - written[trace] > _TORN_S:
+            if status == "sealed" or time.monotonic() - written[trace] > TORN_S:
                 going.remove(trace)
         if going:
             time.sleep(poll_s)
+    # Only now, since what is not there yet may come.
+    whose = ", ".join(str(trace.refresh().path) for trace in every)
+    for what, globs in zip(("layer", "kind"), wanted, strict=True):
+        check_globs(what, globs, list(dict.fromkeys(name for t in every for name in getattr(t, f"{what}s"))), whose)
 
 
-def _of_names(records: pa.Table, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None) -> pa.Table:
+def narrowed(
+    records: pa.Table, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None, where: str | None
+) -> pa.Table:
+    """Return those of some records that are of some layers and kinds, and for which a condition holds."""
     for column, globs in (("layer", layers), ("kind", kinds)):
         if globs is not None:
             names = [name for name in records[column].unique().to_pylist() if matches(name, globs)]
             records = records.filter(pa.compute.is_in(records[column].cast(pa.string()), pa.array(names, pa.string())))
-    return records
+    return records if where is None else records_where(records, where)
 
 
 def _open(trace: Trace | str | Path, poll_s: float, deadline: float) -> Trace:

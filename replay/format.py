@@ -31,6 +31,7 @@ STREAMS_FILE = "streams.jsonl"
 SCALARS_FILE = "scalars.jsonl"
 NOTES_FILE = "notes.jsonl"
 TRIGGERS_FILE = "triggers.jsonl"
+ATTEMPTS_FILE = "attempts.jsonl"
 LOCK_FILE = "writer.lock"
 END_FILE = "end.json"
 DROPPED_FILE = "tensors-dropped.json"
@@ -206,6 +207,19 @@ class Rows(NamedTuple):
     micro: NDArray[np.int32]
     offset: NDArray[np.int64]
     nbytes: NDArray[np.int64]
+    attempt: NDArray[np.int32]
+
+    @property
+    def coordinates(self) -> dict[str, NDArray[Any]]:
+        """What lies beside the array in the store, with the dtypes it has there."""
+        found: dict[str, NDArray[Any]] = {
+            "step": self.step.astype(np.int64),
+            "call": self.call.astype(np.int32),
+            "micro": self.micro.astype(np.int32),
+        }
+        if np.any(self.attempt):
+            found["attempt"] = self.attempt.astype(np.int32)
+        return found
 
     @property
     def one_a_step(self) -> bool:

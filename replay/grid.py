@@ -20,7 +20,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.documents import read_scalars
-from replay.format import MODES
+from replay.errors import BadQuery
+from replay.format import MODES, STATISTICS
 from replay.series import Bools, Floats
 from replay.trace import Trace
 
@@ -113,6 +114,8 @@ class Grid:
         self._value = value
 
     def __getitem__(self, name: str) -> Floats:
+        if name not in (*STATISTICS, "scale"):
+            raise BadQuery(f"There is no statistic {name!r}; there are {', '.join(STATISTICS)}, and scale.")
         return self._value(name)
 
     @property
@@ -238,7 +241,7 @@ class Records:
         found: dict[int, dict[str, dict[int, float]]] = {}
         for rank, directory in self.trace.directories.items():
             scalars = found.setdefault(rank, {})
-            for step, _, name, value in read_scalars(directory, since=self._begin):
+            for step, _, name, value in read_scalars(directory, self._begin, self.trace.attempt):
                 if step >= self._begin:
                     scalars.setdefault(name, {})[step] = value
         return found

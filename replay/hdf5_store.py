@@ -249,7 +249,7 @@ def seal_streams(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]]) -
                 continue
             group = file.require_group(stream.location)
             data = _make_virtual(group, stream, len(rows.step), parts.get(stream.id, ()))
-            for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
+            for name, values in rows.coordinates.items():
                 group.create_dataset(name, data=values)
             group["step"].make_scale("step")
             data.dims[0].attach_scale(group["step"])
@@ -323,7 +323,7 @@ def faults(rank_directory: Path, streams: Iterable[tuple[Stream, Rows]], *, seal
                     ]
                     if sources != list(_sources(stream, len(rows.step), parts.get(stream.id, ()))):
                         yield path, f"It does not join the segments of stream {stream.id} as {SEGMENTS_FILE} has them."
-                for name, values in (("step", rows.step), ("call", rows.call), ("micro", rows.micro)):
+                for name, values in rows.coordinates.items():
                     if not np.array_equal(group[name][()], values):
                         yield path, f"{name!r} of stream {stream.id} is not what the log has."
     except _UNREADABLE as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+import replay
 from replay.catalog import entry_of, find_traces
 from replay.command_line import json_option, print_rows, say
 from replay.printable import printable
@@ -19,12 +20,12 @@ _COMMAND_WIDTH = 60
 def list_traces(root: Path, as_json: bool) -> None:
     """List the traces below a folder: status, steps, records, bytes of tensors, alerts, when and of what.
 
-    A trace that cannot be read is listed as damaged. Ends with 0, also where there is no trace, and with 1 where ROOT
+    A trace that cannot be read is listed as damaged. Ends with 0, also where there is no trace, and with 2 where ROOT
     is no folder that can be read.
     """
     if not root.is_dir():
         what = "is a file" if root.exists() else "does not exist"
-        raise click.ClickException(f"{printable(root)} {what}. Name a folder that has traces below it.")
+        raise replay.TraceNotFound(f"{printable(root)} {what}. Name a folder that has traces below it.")
 
     def unreadable(folder: Path, error: OSError) -> None:
         say(f"{printable(folder)} cannot be read: {error.strerror}.", err=True)

@@ -3,6 +3,8 @@
 A segment is written as an Arrow IPC stream, one batch a commit, because a batch can be appended and read
 while the next is being written. Parquet cannot be appended to, but is eight times smaller and is read by
 columns: so a segment that has grown, or whose trace is sealed, is turned into Parquet.
+
+Where a training was resumed, the log holds steps twice. `Log` gives what counts: `log_dataset`.
 """
 
 import contextlib
@@ -17,9 +19,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from replay.attempts import Attempts, read_attempts
 from replay.errors import TraceDamaged
 from replay.files import sync
 from replay.format import RECORD_SCHEMA, VERSION
+from replay.log_dataset import check_schema, dataset_of
 
 COMPACT_ROWS = 1 << 17
 _PART_ROWS = 1 << 20  # a row group, as pyarrow has it
@@ -53,6 +57,11 @@ class LogWriter:
         self._number = last + 1 if last < 0 or segments[last].suffix == ".parquet" else last
         self._rows = 0
         self._open()
+
+    @property
+    def segment(self) -> int:
+        """The number of the segment that the next commit goes to."""
+        return self._number
 
     def _open(self) -> None:
         self._path = self._directory / f"records-{self._number:05}.arrows"
@@ -118,9 +127,13 @@ class LogWriter:
         self._write(self._take())
         self._rows += len(batch)
         if self._rows >= COMPACT_ROWS:
-            self._compact()
-            self._number += 1
-            self._open()
+            self.begin_segment()
+
+    def begin_segment(self) -> None:
+        """Let the next commit begin a segment, as another attempt has to."""
+        self._compact()
+        self._number += 1
+        self._open()
 
     def _compact(self) -> None:
         os.close(self._fd)
@@ -171,10 +184,19 @@ def compact_all(rank_directory: Path) -> None:
 
 
 class Log:
-    """Reads the commits of one rank, also while they are being written."""
+    """Reads the commits of one rank, also while they are being written.
 
-    def __init__(self, rank_directory: Path) -> None:
+    Args:
+        rank_directory: the rank.
+        attempt: the last attempt that counts; the very last if None.
+        superseded: read also what does not count, and give each record a column `attempt`.
+    """
+
+    def __init__(self, rank_directory: Path, attempt: int | None = None, *, superseded: bool = False) -> None:
         self._directory = rank_directory
+        self._attempt = attempt
+        self._superseded = superseded
+        self.attempts = Attempts()
         self._sealed: dict[int, Path] = {}
         self._tail: TailReader | None = None
         self._tail_number = -1
@@ -182,6 +204,11 @@ class Log:
 
     def refresh(self) -> Self:
         """Look for commits that came since the last look."""
+        self._look_at_commits()
+        self._look_at_attempts()
+        return self
+
+    def _look_at_commits(self) -> None:
         # A segment is compacted under our feet now and then: its number is then among the Parquet files at the next
         # look.
         segments = segment_files(self._directory)
@@ -189,15 +216,23 @@ class Log:
         number = max(segments, default=-1)
         if number in self._sealed or number < 0:
             self._tail, self._tail_number, self._batches = None, -1, []
-            return self
+            return
         if number != self._tail_number:
             self._tail, self._tail_number, self._batches = TailReader(segments[number]), number, []
         assert self._tail is not None
         try:
             self._batches += self._tail.read()
         except FileNotFoundError:
-            return self.refresh()
-        return self
+            self._look_at_commits()
+
+    def _look_at_attempts(self) -> None:
+        """See which attempts there are, after their commits were read."""
+        self.attempts = read_attempts(self._directory, self._attempt)
+        shown = self.attempts.shown
+        if shown < self.attempts.last and not self._superseded:
+            self._sealed = {n: path for n, path in self._sealed.items() if self.attempts.of_segment(n) <= shown}
+            if self._tail is not None and self.attempts.of_segment(self._tail_number) > shown:
+                self._tail, self._tail_number, self._batches = None, -1, []
 
     def dataset(self) -> Any:
         """Return the records, in the order of execution, as a `pyarrow.dataset.Dataset` of what is committed now.
@@ -205,32 +240,24 @@ class Log:
         Raises:
             TraceDamaged: a file of it is no part of a log. Of what is inside of files, whoever reads on is told.
         """
-        import pyarrow.dataset as ds
-
-        tail = ds.dataset(pa.Table.from_batches(self._batches, RECORD_SCHEMA))
-        if not self._sealed:
-            return tail
-        checked = ds.ParquetFileFormat(
-            default_fragment_scan_options=ds.ParquetFragmentScanOptions(page_checksum_verification=True)
-        )
         with self._named():
-            sealed = ds.dataset([str(path) for path in self._sealed.values()], schema=RECORD_SCHEMA, format=checked)
-            for fragment in sealed.get_fragments():
-                check_schema(fragment.physical_schema, fragment.path)
-        return ds.dataset([sealed, tail]) if self._batches else sealed
+            return dataset_of(
+                self._sealed, self._tail_number, self._batches, self.attempts, everything=self._superseded
+            )
 
     def table(self, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
         """Return records in the order of execution.
 
         Args:
-            columns: names of columns of the schema; all if None.
+            columns: names of columns of the schema, or `attempt` where that was asked for; those of the schema if None.
             where: a `pyarrow.compute.Expression` over columns of the schema.
 
         Raises:
             TraceDamaged: the log cannot be read.
         """
         with self._named():
-            table = self.dataset().to_table(columns=None if columns is None else list(columns), filter=where)
+            names = list(RECORD_SCHEMA.names if columns is None else columns)
+            table = self.dataset().to_table(columns=names, filter=where)
             if any(column.null_count for column in table.columns):
                 raise pa.ArrowInvalid("a column has nulls")
         return table
@@ -239,7 +266,8 @@ class Log:
         """Yield what `table` returns of all columns, in parts of a million rows or so, of which few are in memory."""
         waiting: list[pa.RecordBatch] = []
         with self._named():
-            for batch in self.dataset().scanner(filter=where, batch_size=COMPACT_ROWS, batch_readahead=8).to_batches():
+            scanner = self.dataset().scanner(RECORD_SCHEMA.names, where, COMPACT_ROWS, batch_readahead=8)
+            for batch in scanner.to_batches():
                 if any(column.null_count for column in batch.columns):
                     raise pa.ArrowInvalid("a column has nulls")
                 waiting.append(batch)
@@ -264,6 +292,9 @@ class Log:
         """How many records are committed."""
         import pyarrow.parquet as pq
 
+        if self.attempts.last and not self._superseded:
+            with self._named():
+                return int(self.dataset().count_rows())
         with self._named():
             sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
         return sealed + sum(len(batch) for batch in self._batches)
@@ -383,13 +414,6 @@ class TailReader:
             good = source.tell()
         self.position += good - len(self._head)
         return batches
-
-
-def check_schema(found: pa.Schema, path: str | Path) -> None:
-    """Raise ArrowInvalid where the columns of a segment are not ours: Parquet's footer has no checksum."""
-    for field in RECORD_SCHEMA:
-        if field.name not in found.names or not found.field(field.name).equals(field):
-            raise pa.ArrowInvalid(f"{path} has no column {field.name} of {field.type}")
 
 
 def segment_files(rank_directory: Path) -> dict[int, Path]:

@@ -15,7 +15,8 @@ import pyarrow.compute as pc
 
 from replay.errors import TraceDamaged
 from replay.format import RECORD_SCHEMA
-from replay.log import CHECKSUM, UNREADABLE, TailReader, check_schema, segment_files
+from replay.log import CHECKSUM, UNREADABLE, TailReader, segment_files
+from replay.log_dataset import check_schema
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,9 @@ class Tail:
 class Segment:
     """One file of a log, for those who look at each by itself."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, number: int) -> None:
         self.path = path
+        self.number = number
         self._read = TailReader(path)
 
     @property
@@ -107,7 +109,7 @@ def segments_of(rank_directory: Path) -> list[Segment]:
     """Return the files of a rank's log, in order; a number that is missing is one that cannot be read."""
     found = segment_files(rank_directory)
     numbers = range(max(found, default=-1) + 1)
-    return [Segment(found.get(number, rank_directory / f"records-{number:05}.parquet")) for number in numbers]
+    return [Segment(found.get(number, rank_directory / f"records-{number:05}.parquet"), number) for number in numbers]
 
 
 def _is_whole(message: bytes) -> bool:

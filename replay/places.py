@@ -5,7 +5,7 @@ be compressed. Past that the number of files would grow with the number of shape
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from replay.codecs import MOST_BYTES
@@ -25,9 +25,10 @@ class Places:
     Args:
         store: in the HDF5 store no place is shared: there, many streams need no more files than one.
         streams: those that have places already.
+        closed: those of the places that take no more.
     """
 
-    def __init__(self, store: str, streams: Iterable[Stream] = ()) -> None:
+    def __init__(self, store: str, streams: Iterable[Stream] = (), closed: Collection[str | None] = ()) -> None:
         self._shares = store == "zarr"
         self._shapes: Counter[tuple[object, ...]] = Counter()
         self._shared: dict[tuple[object, ...], str] = {}
@@ -36,6 +37,8 @@ class Places:
             if stream.location is None:
                 continue
             taken.add(stream.location)
+            if stream.location in closed:
+                continue
             if stream.layout == RAGGED:
                 self._shared[_alike(stream)] = stream.location
             else:

@@ -7,7 +7,7 @@ import click
 from click.core import ParameterSource
 
 import replay
-from replay.command_line import filter_options, say, trace_argument
+from replay.command_line import attempt_option, filter_options, say, trace_argument
 from replay.format import STATISTICS
 from replay.new_file import new_file
 
@@ -34,8 +34,7 @@ Examples:
   replay plot runs/a fp8.png --exponents fc1 --kinds grad_output --step 120
   replay plot runs/a maps.html --tensor layer1.0.conv1 --step 120
 
-Ends with 0, with 1 where there is nothing to draw or the file cannot be written, and with 2 for options that do not
-go together.
+Ends with 0, and with 2 where there is nothing to draw, the file cannot be written, or options do not go together.
 """
 )
 @trace_argument
@@ -55,6 +54,7 @@ go together.
 @click.option("--rank", default=0, show_default=True, type=click.IntRange(0, 2**62), help="Of one tensor: its rank.")
 @click.option("--limit", type=click.IntRange(1, 2**31), help=f"Layers a kind. [default: {_LINES}, heatmap {_ROWS}]")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@attempt_option
 @click.pass_context
 def plot(
     ctx: click.Context,
@@ -75,6 +75,7 @@ def plot(
     rank: int,
     limit: int | None,
     overwrite: bool,
+    attempt: int | None,
 ) -> None:
     """Draw a statistic over the steps, or a tensor, to a PNG, SVG or HTML file.
 
@@ -89,7 +90,7 @@ def plot(
 
     as_page = out.suffix.lower() == ".html"
     (interactive.require_plotly if as_page else drawing.require_matplotlib)()
-    opened = replay.open(trace)
+    opened = replay.open(trace, attempt)
     kind = kinds[0] if kinds else "output"
     key: dict[str, Any] = {"call": call, "path": path, "rank": rank}
     at = step if step is not None else (opened.steps or [0])[-1]

@@ -219,7 +219,7 @@ class _Table:
     """What lies beside the array.
 
     Attributes:
-        columns: arrays over the tensors, in the order of step and call.
+        columns: arrays over the tensors, in the order of attempt, step and call.
         end: how many bytes the array has.
     """
 
@@ -232,10 +232,9 @@ def _table(members: Sequence[Member]) -> _Table:
     if len(kinds) > 1:
         raise TraceDamaged(f"Streams that are not alike have one place: {sorted(kinds)}. Put streams.jsonl back.")
     itemsize = numpy_dtype(members[0][0].dtype).itemsize
-    step, call, micro, offset, nbytes = (
-        np.concatenate(column) for column in zip(*(rows for _, rows in members), strict=True)
-    )
-    order = np.lexsort((call, step))
+    joined = Rows(*(np.concatenate(column) for column in zip(*(rows for _, rows in members), strict=True)))
+    order = np.lexsort((joined.call, joined.step, joined.attempt))
+    offset, nbytes = joined.offset, joined.nbytes
     shapes = np.array([stream.shape for stream, _ in members], np.int64).reshape(len(members), -1)
     shape = np.repeat(shapes, [len(rows.step) for _, rows in members], axis=0)
     end = int((offset + nbytes).max(initial=0))
@@ -243,9 +242,7 @@ def _table(members: Sequence[Member]) -> _Table:
         "begin": offset // itemsize,
         "numel": nbytes // itemsize,
         "shape": shape,
-        "step": step.astype(np.int64),
-        "call": call.astype(np.int32),
-        "micro": micro.astype(np.int32),
+        **joined.coordinates,
     }
     return _Table({name: column[order] for name, column in arrays.items()}, end)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.attempts import Attempts
 from replay.files import sync_tree
 from replay.format import (
     END_FILE,
@@ -32,8 +33,11 @@ from replay.format import (
 from replay.log import Log, compact_all
 from replay.stores import seal_streams
 
-COLUMNS_OF_ROWS = ("stream", "kept", "row", "step", "call", "micro", "offset", "nbytes")
-"""The columns of the log that say what rows a stream has."""
+COLUMNS_OF_ROWS = ("stream", "kept", "row", "step", "call", "micro", "offset", "nbytes", "attempt")
+"""The columns of a log, superseded records included, that say what rows a stream has."""
+
+COUNTED_COLUMNS = ("step", "kept", "nbytes", "attempt")
+"""Those of them that `end.json` counts."""
 
 
 def read_streams(rank_directory: Path) -> list[Stream]:
@@ -74,8 +78,18 @@ def rows_of(columns: Mapping[str, NDArray[Any]], streams: Iterable[Stream]) -> I
         yield stream, Rows(*(columns[name][order[first:last]] for name in Rows._fields))
 
 
-def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, Any], *, durable: bool = False) -> None:
+def seal(
+    rank_directory: Path,
+    how: str,
+    detail: str | None,
+    books: dict[str, Any],
+    *,
+    durable: bool = False,
+    ended: str | None = None,
+) -> None:
     """Finish a rank's store and log and write `end.json`.
+
+    The store keeps the tensors of earlier attempts; what is counted is what counts.
 
     Args:
         rank_directory: the rank; its writer's lock is held by the caller.
@@ -83,8 +97,9 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
         detail: a sentence on it.
         books: what recording cost and dropped, as far as it is known.
         durable: whether all is brought to the disk itself before it counts as finished.
+        ended: when that was (RFC 3339); now if None.
     """
-    log = Log(rank_directory).refresh()
+    log = Log(rank_directory, superseded=True).refresh()
     table = log.table(COLUMNS_OF_ROWS)
     columns = {name: table[name].to_numpy() for name in table.column_names}
     seal_streams(rank_directory, rows_of(columns, read_streams(rank_directory)))
@@ -92,16 +107,29 @@ def seal(rank_directory: Path, how: str, detail: str | None, books: dict[str, An
     end = {
         "how": how,
         "detail": detail,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
-        "steps": len(np.unique(columns["step"])),
-        "records": len(table),
-        "tensors": int(np.sum(columns["kept"] == KEPT)),
-        "bytes": int(columns["nbytes"].sum()),
+        "time": ended or datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
+        **totals(columns, log.attempts),
         "books": books,
     }
     if durable:
         sync_tree(rank_directory)
     write_whole(rank_directory / END_FILE, json.dumps(end, indent=1) + "\n", durable=durable)
+
+
+def totals(columns: Mapping[str, NDArray[Any]], attempts: Attempts) -> dict[str, int]:
+    """Return what `end.json` counts: steps, records and tensors of what counts, and the bytes of all tensors.
+
+    Args:
+        columns: `COUNTED_COLUMNS` of a log.
+        attempts: those of the rank.
+    """
+    counts = attempts.mask(columns["attempt"], columns["step"])
+    return {
+        "steps": len(np.unique(columns["step"][counts])),
+        "records": int(np.sum(counts)),
+        "tensors": int(np.sum(columns["kept"][counts] == KEPT)),
+        "bytes": int(columns["nbytes"].sum()),
+    }
 
 
 def is_sealed(rank_directory: Path) -> bool:

@@ -1,11 +1,10 @@
-"""How a selection of records is handed to other programs: Arrow, pandas, numpy, xarray, Parquet.
+"""How a selection of records is handed to other programs: Arrow, pandas, numpy, xarray, files.
 
 Nothing is read before it is asked for, and what is written goes through memory a part at a time.
 """
 
-import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +14,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay import notebook
-from replay.errors import BadQuery, MissingPackage, NotRecorded
+from replay.array_files import Alike, write_npz, write_safetensors
+from replay.errors import MissingPackage, NotRecorded
+from replay.exported import common_dtype, plain, with_values
 from replay.filters import Names, Steps
-from replay.format import ML_DTYPES, Locations, numpy_dtype
+from replay.format import Locations
+from replay.new_file import new_file, new_folder
+from replay.partitions import divided
 
 if TYPE_CHECKING:
     from replay.trace import Trace
 
 KEY = ("rank", "step", "layer", "kind", "call", "path")
 """The columns by which a record is found."""
-
-_ROW_GROUP_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Selection:
             import pandas  # noqa: F401
         except ImportError:
             raise MissingPackage("to_pandas() needs pandas: pip install 'hookrec[pandas]'.") from None
-        return _plain(self.stats()).to_pandas()
+        return plain(self.stats()).to_pandas()
 
     def tensors(self) -> Iterator[tuple[dict[str, Any], NDArray[Any]]]:
         """Yield each record whose tensor was kept, and the tensor, in the order of execution."""
@@ -83,129 +84,125 @@ class Selection:
             import xarray
         except ImportError:
             raise MissingPackage("to_xarray() needs xarray: pip install 'hookrec[xarray]'.") from None
-        groups: dict[tuple[Any, ...], list[tuple[dict[str, Any], NDArray[Any]]]] = {}
-        for record, tensor in self.tensors():
-            key = (*(record[name] for name in ("rank", "layer", "kind", "path", "dtype")), tensor.shape)
-            groups.setdefault(key, []).append((record, tensor))
+        groups = self._alike()
         if not groups:
             raise NotRecorded(f"No tensor of this selection of {self.trace.path} was kept; stats() has its statistics.")
         nodes: dict[str, Any] = {}
-        locations: dict[int, Locations] = {}
-        for (rank, layer, kind, path, _, shape), found in groups.items():
-            step, call, micro = (np.array([record[name] for record, _ in found]) for name in ("step", "call", "micro"))
+        for group in groups:
+            step, call, micro = (group.coordinate(name) for name in ("step", "call", "micro"))
             rows = "step" if np.all(np.diff(step) > 0) else "row"
-            name = locations.setdefault(rank, Locations()).new(layer, kind, path)
-            if len(self.trace.ranks) > 1:
-                name = f"rank-{rank:05}/{name}"
-            nodes[name] = xarray.Dataset(
-                {"data": ([rows, *(f"d{i}" for i in range(len(shape)))], np.stack([tensor for _, tensor in found]))},
+            data = np.stack([self._tensor(record) for record in group.records])
+            nodes[group.name] = xarray.Dataset(
+                {"data": ([rows, *(f"d{i}" for i in range(len(group.shape)))], data)},
                 {"step": (rows, step), "call": (rows, call), "micro": (rows, micro)},
-                {"layer": layer, "kind": kind, "path": path},
+                {name: group.records[0][name] for name in ("layer", "kind", "path")},
             )
         return xarray.DataTree.from_dict(nodes)
 
-    def to_parquet(self, path: str | Path, *, tensors: bool = False, overwrite: bool = False) -> None:
-        """Write the records to a Parquet file, one row a record.
+    def _alike(self) -> list[Alike]:
+        """The records whose tensors were kept, by what they are alike in, each group by the name of a place."""
+        found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for batch in self.stats().to_batches(1024):
+            for record in batch.to_pylist():
+                if record["kept"]:
+                    key = (*(record[name] for name in ("rank", "layer", "kind", "path", "dtype")), (*record["shape"],))
+                    found.setdefault(key, []).append(record)
+        groups, locations = [], dict[int, Locations]()
+        for (rank, layer, kind, path, dtype, shape), records in found.items():
+            name = locations.setdefault(rank, Locations()).new(layer, kind, path)
+            if len(self.trace.ranks) > 1:
+                name = f"rank-{rank:05}/{name}"
+            groups.append(Alike(name, dtype, shape, records))
+        return groups
+
+    def to_parquet(
+        self, path: str | Path, *, tensors: bool = False, overwrite: bool = False, partition: str | None = None
+    ) -> int:
+        """Write the records to a Parquet file, one row a record; return how many there are.
 
         Args:
-            path: the file.
+            path: the file; with `partition`, a folder that is not there yet.
             tensors: add a column `values`, a list of the tensor's elements in row-major order, null where the tensor
                 was not kept. Records of several dtypes get the smallest that holds all of them exactly; bfloat16 and
                 float8 become float32, and a complex element is two numbers.
             overwrite: replace the file if it exists.
+            partition: "layer", for a file a layer, `by_layer=NAME/part-0.parquet`, or "step:100", for a file a hundred
+                steps, `from_step=300/part-0.parquet`. Each file has all columns.
 
         Raises:
             BadQuery: the file exists, or cannot be written, or no column can hold all values exactly.
         """
         import pyarrow.parquet as pq
 
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        try:
-            _check_target(target, overwrite=overwrite)
-            if tensors:
-                self._write_with_values(_plain(self.stats()), partial)
-            else:
-                # The next part is read while one is written.
-                parts = map(_plain, self.trace.record_parts(self.layers, self.kinds, self.steps, self.where))
-                first = next(parts)
-                with pq.ParquetWriter(partial, first.schema, compression="zstd") as writer:
-                    for part in itertools.chain([first], parts):
-                        writer.write_table(part)
-            partial.replace(target)
-        except OSError as error:
-            raise BadQuery(f"{target} cannot be written: {error.strerror or error}. Choose another file.") from None
-        finally:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
+        if partition is None:
+            with new_file(Path(path), overwrite=overwrite) as partial:
+                if not tensors:
+                    return self._write_parts(partial, pq.ParquetWriter, compression="zstd")
+                return self._write(*self._table(tensors), partial, pq.ParquetWriter, compression="zstd")
+        with new_folder(Path(path)) as partial:
+            table, dtype = self._table(tensors)
+            for name, part in divided(table, partition):
+                (partial / name).mkdir()
+                self._write(part, dtype, partial / name / "part-0.parquet", pq.ParquetWriter, compression="zstd")
+        return len(table)
 
-    def _write_with_values(self, table: pa.Table, path: Path) -> None:
-        import pyarrow.parquet as pq
+    def to_arrow(self, path: str | Path, *, tensors: bool = False, overwrite: bool = False) -> int:
+        """Write the records to an Arrow IPC file (Feather, version 2), which can be mapped; return how many there are.
 
-        dtype = _common_dtype(table["dtype"].unique().to_pylist())
-        schema = table.schema.append(pa.field("values", pa.list_(pa.from_numpy_dtype(dtype))))
-        sizes = np.asarray(table["numel"].to_numpy(), np.int64) * dtype.itemsize
-        begin = 0
-        with pq.ParquetWriter(path, schema, compression="zstd") as writer:
-            while begin < len(table):
-                # Rows whose values fit into a row group, at least one.
-                within = np.searchsorted(np.cumsum(sizes[begin : begin + 4096]), _ROW_GROUP_BYTES, side="right")
-                part = table.slice(begin, max(1, int(within)))
-                records = part.to_pylist()
-                values = [_numbers(self._tensor(record), dtype) if record["kept"] else None for record in records]
-                column = _lists(values, dtype)
-                writer.write_table(part.append_column(schema.field("values"), column))
-                begin += len(part)
+        The arguments and errors are those of `to_parquet`.
+        """
+        with new_file(Path(path), overwrite=overwrite) as partial:
+            if not tensors:
+                return self._write_parts(partial, pa.ipc.new_file)
+            return self._write(*self._table(tensors), partial, pa.ipc.new_file)
 
+    def _table(self, tensors: bool) -> tuple[pa.Table, np.dtype[Any] | None]:
+        """The records, and the dtype of their values if those are wanted."""
+        table = plain(self.stats())
+        return table, common_dtype(table["dtype"].unique().to_pylist()) if tensors else None
 
-def _check_target(target: Path, *, overwrite: bool) -> None:
-    if target.is_dir():
-        raise BadQuery(f"{target} is a directory. Name a file, such as {target / 'records.parquet'}.")
-    if not target.parent.is_dir():
-        raise BadQuery(f"{target} cannot be written: {target.parent} is no directory. Make it first.")
-    if target.exists() and not target.is_file():
-        raise BadQuery(f"{target} is no file of data, and is not replaced. Choose another file.")
-    if target.exists() and not overwrite:
-        raise BadQuery(f"{target} exists already. Choose another file, or pass overwrite=True (--overwrite).")
+    def _write(self, table: pa.Table, dtype: np.dtype[Any] | None, path: Path, writer_of: Any, **options: Any) -> int:
+        schema, parts = table.schema, iter([table])
+        if dtype is not None:
+            schema, parts = with_values(table, self._tensor, dtype)
+        with writer_of(path, schema, **options) as writer:
+            for part in parts:
+                writer.write_table(part)
+        return len(table)
 
+    def _write_parts(self, path: Path, writer_of: Any, **options: Any) -> int:
+        """Write the records alone; the next part of them is read while one is written."""
+        parts = map(plain, self.trace.record_parts(self.layers, self.kinds, self.steps, self.where))
+        first, count = next(parts), 0
+        with writer_of(path, first.schema, **options) as writer:
+            for part in itertools.chain([first], parts):
+                writer.write_table(part)
+                count += len(part)
+        return count
 
-def _common_dtype(names: list[str]) -> np.dtype[Any]:
-    """Return the smallest dtype of numpy that holds the values of all these dtypes exactly.
+    def to_npz(self, path: str | Path, *, overwrite: bool = False) -> int:
+        """Write the tensors to a file for `numpy.load`; return how many there are.
 
-    Raises:
-        BadQuery: there is none.
-    """
-    numbers = [np.dtype(np.float32) if name in ML_DTYPES else numpy_dtype(name) for name in names]
-    common = np.result_type(*numbers) if numbers else np.dtype(np.float32)
-    kinds = {number.kind for number in numbers}
-    too_wide = common.kind == "f" and any(number.kind in "iu" and number.itemsize > 4 for number in numbers)
-    if too_wide or ("c" in kinds and len(kinds) > 1):
-        raise BadQuery(
-            f"The selection has tensors of {', '.join(sorted(names))}, and no column holds all of them exactly. "
-            "Export them one after the other, by layers or where=\"dtype = '…'\"."
-        )
-    if common.kind == "c":
-        common = np.dtype(np.float32 if common.itemsize == 8 else np.float64)
-    return common
+        Tensors that are alike but for their step are one array, `LAYER/KIND/data`, of shape `(row, *shape)`;
+        `LAYER/KIND/step`, `call` and `micro` say which row is what. Names are those of `to_xarray`. bfloat16 and float8
+        become float32.
 
+        Raises:
+            BadQuery: the file exists, or cannot be written.
+            NotRecorded: no tensor of the selection was kept.
+        """
+        return self._write_arrays(Path(path), write_npz, overwrite=overwrite)
 
-def _numbers(tensor: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    if tensor.dtype.kind == "c":
-        tensor = tensor.reshape(-1).view(tensor.real.dtype)
-    return tensor.reshape(-1).astype(dtype, copy=False)
+    def to_safetensors(self, path: str | Path, *, overwrite: bool = False) -> int:
+        """Write the tensors to a safetensors file, in their own dtypes; names and errors are those of `to_npz`."""
+        return self._write_arrays(Path(path), write_safetensors, overwrite=overwrite)
 
-
-def _lists(values: list[NDArray[Any] | None], dtype: np.dtype[Any]) -> pa.Array:
-    lengths = [0 if value is None else len(value) for value in values]
-    flat = np.concatenate([np.empty(0, dtype), *(value for value in values if value is not None)])
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    missing = pa.array([value is None for value in values])
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat), mask=missing)
-
-
-def _plain(table: pa.Table) -> pa.Table:
-    """Strings instead of dictionaries: some readers of Parquet do not take those."""
-    for index, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):
-            table = table.set_column(index, field.name, table[field.name].cast(pa.string()))
-    return table
+    def _write_arrays(self, path: Path, write: Callable[..., None], *, overwrite: bool) -> int:
+        with new_file(path, overwrite=overwrite) as partial:
+            groups = self._alike()
+            if not groups:
+                raise NotRecorded(
+                    f"No tensor of this selection of {self.trace.path} was kept; its statistics go to Parquet or Arrow."
+                )
+            write(partial, groups, self._tensor)
+        return sum(len(group.records) for group in groups)

@@ -23,7 +23,7 @@ Examples:
   replay tail runs/a --where "n_nan > 0" --records    each record with NaN
   replay tail runs/* --json | jq .step
 
-Ends with 0 when all traces are sealed, with 1 if one is not there or torn, with 130 after Ctrl-C.
+Ends with 0 when all traces are sealed, with 1 if one is torn, with 2 if one is not there, with 130 after Ctrl-C.
 """
 )
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", type=click.Path(path_type=Path))

@@ -20,8 +20,9 @@ from replay import notebook
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
-from replay.filters import Names, Steps, globs_of, matches, steps_condition
+from replay.filters import Names, Steps, check_globs, globs_of, matches, steps_condition
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
+from replay.history import history
 from replay.log import Log
 from replay.query import Part, answer, modules_of, rows_where
 from replay.records import described
@@ -35,15 +36,21 @@ _SMALL_LOG = 1 << 19
 """Records of which the places, 33 bytes each, are looked up together."""
 
 
-def open(path: str | Path) -> "Trace":
+def open(path: str | Path, attempt: int | None = None) -> "Trace":
     """Open a trace, also while it is being written, or after a crash.
 
+    Args:
+        path: the directory.
+        attempt: of a training that was resumed, show what there was up to this attempt, of `Trace.attempts`; None
+            for the latest. Of each step the last of these attempts counts that went on from it or from before it.
+
     Raises:
+        NotRecorded: there is no such attempt.
         TraceNotFound: there is no trace at the path.
         TraceTooNew: a newer version of the format.
         TraceDamaged: a file is not what the format says.
     """
-    return Trace(Path(path))
+    return Trace(Path(path), attempt)
 
 
 class Trace:
@@ -52,22 +59,28 @@ class Trace:
     Attributes:
         path: the directory.
         identity: `trace.json`: when, where and how the trace was made.
+        attempt: the last attempt that is shown; None for the latest.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, attempt: int | None = None) -> None:
         self.path = path
+        self.attempt = attempt
         self.identity = read_identity(path)
         self._ranks: dict[int, _Rank] = {}
         self.refresh()
         if not self._ranks:
             raise TraceDamaged(f"{path} has a {TRACE_FILE} and no rank in it: what was recorded has been moved away.")
+        last = max(rank.log.attempts.last for rank in self._ranks.values())
+        if attempt is not None and not 0 <= attempt <= last:
+            there = f"the attempts 0 to {last}" if last else "one attempt, 0: it was not resumed"
+            raise NotRecorded(f"{path} has no attempt {attempt}; it has {there}.")
 
     def refresh(self) -> Self:
         """Look for steps that were committed since the last look."""
         for directory in sorted(self.path.glob("rank-[0-9]*")):
             number = directory.name.removeprefix("rank-")
             if number.isdigit() and directory.is_dir():
-                self._ranks.setdefault(int(number), _Rank(directory)).refresh()
+                self._ranks.setdefault(int(number), _Rank(directory, self.attempt)).refresh()
         return self
 
     def __repr__(self) -> str:
@@ -118,7 +131,17 @@ class Trace:
     @property
     def endings(self) -> dict[int, dict[str, Any]]:
         """How each sealed rank ended: `end.json`."""
-        return {n: end for n, rank in self._ranks.items() if (end := read_end(rank.directory)) is not None}
+        return {n: end for n, rank in self._ranks.items() if (end := rank.end()) is not None}
+
+    @property
+    def attempts(self) -> list[dict[str, Any]]:
+        """The attempts of each rank; more than one where the training was resumed in this trace.
+
+        Each with rank, attempt, first_step and last_step of what it committed (None if that is nothing), steps,
+        superseded (how many of these count no more), ended (its `end.json`, None if it is live or torn), and, of all
+        but the first, time, plan and provenance.
+        """
+        return [one for number, rank in sorted(self._ranks.items()) for one in history(rank.directory, number)]
 
     @property
     def count(self) -> int:
@@ -127,9 +150,10 @@ class Trace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that are kept."""
+        """Bytes of the tensors that are kept, those of earlier attempts as well."""
         recorded = sum(
-            int(pa.compute.sum(rank.log.table(["nbytes"])["nbytes"]).as_py() or 0) for rank in self._ranks.values()
+            int(pa.compute.sum(rank.whole_log().table(["nbytes"])["nbytes"]).as_py() or 0)
+            for rank in self._ranks.values()
         )
         return recorded - sum(rank.dropped.nbytes for rank in self._ranks.values())
 
@@ -151,12 +175,16 @@ class Trace:
     @property
     def notes(self) -> list[dict[str, Any]]:
         """What could not be recorded, and why."""
-        return [note for rank in self._ranks.values() for note in read_notes(rank.directory)]
+        return [note for rank in self._ranks.values() for note in read_notes(rank.directory, self.attempt)]
 
     @property
     def triggers(self) -> list[dict[str, Any]]:
         """Which triggers of flight mode have fired: rank, step, by, why, detail and first_step."""
-        return [{"rank": n, **line} for n, rank in self._ranks.items() for line in read_triggers(rank.directory)]
+        return [
+            {"rank": n, **line}
+            for n, rank in self._ranks.items()
+            for line in read_triggers(rank.directory, self.attempt)
+        ]
 
     @property
     def directories(self) -> dict[int, Path]:
@@ -184,7 +212,8 @@ class Trace:
 
     def scalars(self) -> pa.Table:
         """Return what was logged: columns rank, step, time (seconds since 1970), name, value."""
-        rows = [(number, *row) for number, rank in self._ranks.items() for row in read_scalars(rank.directory)]
+        ranks = self._ranks.items()
+        rows = [(n, *row) for n, rank in ranks for row in read_scalars(rank.directory, attempt=self.attempt)]
         columns: list[Any] = list(zip(*rows, strict=True)) or [()] * 5
         types = (pa.int32(), pa.int64(), pa.float64(), pa.string(), pa.float64())
         names = ["rank", "step", "time", "name", "value"]
@@ -288,9 +317,9 @@ class Trace:
             Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.
 
         Raises:
-            BadQuery: a filter cannot be understood.
+            BadQuery: a filter cannot be understood, or a glob matches nothing that there is.
         """
-        wanted = globs_of(layers), globs_of(kinds)
+        wanted = self._wanted(layers, kinds)
         ranks = sorted(self._ranks.items())
         if where is not None:
             return rows_where([rank.part(number, *wanted, steps) for number, rank in ranks], where)
@@ -304,8 +333,15 @@ class Trace:
         if where is not None:
             yield self.records(layers, kinds, steps, where)
             return
+        wanted = self._wanted(layers, kinds)
         for number, rank in sorted(self._ranks.items()):
-            yield from rank.record_parts(number, globs_of(layers), globs_of(kinds), steps)
+            yield from rank.record_parts(number, *wanted, steps)
+
+    def _wanted(self, layers: Names, kinds: Names) -> tuple[_Globs, _Globs]:
+        found = globs_of(layers), globs_of(kinds)
+        check_globs("layer", found[0], self.layers if found[0] else (), self.path)
+        check_globs("kind", found[1], self.kinds if found[1] else (), self.path)
+        return found
 
     def sql(self, query: str) -> pa.Table:
         """Return what a query in DuckDB's SQL finds.
@@ -336,7 +372,8 @@ class Trace:
     def select(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
     ) -> Selection:
-        """Return a selection of records; the arguments are those of `records`."""
+        """Return a selection of records; arguments and errors are those of `records`."""
+        self._wanted(layers, kinds)
         return Selection(self, layers, kinds, steps, where)
 
     def first(self, where: str) -> dict[str, Any] | None:
@@ -367,9 +404,9 @@ class _Places:
 class _Rank:
     """What one process recorded."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, attempt: int | None) -> None:
         self.directory = directory
-        self.log = Log(directory)
+        self.log = Log(directory, attempt)
         self.store = open_reader(directory)
         self.streams: list[Stream] = []
         self._streams_end = 0  # the byte behind the last line of the table that was read
@@ -391,6 +428,15 @@ class _Rank:
 
     def status(self) -> str:
         return "sealed" if is_sealed(self.directory) else "live" if is_locked(self.directory) else "torn"
+
+    def end(self) -> dict[str, Any] | None:
+        """How the last attempt that is shown ended."""
+        attempts = self.log.attempts
+        return read_end(self.directory) if attempts.shown == attempts.last else attempts.ended(attempts.shown)
+
+    def whole_log(self) -> Log:
+        """Return the log with what does not count."""
+        return self.log if not self.log.attempts.last else Log(self.directory, superseded=True).refresh()
 
     def why_no_tensor(self, stream: Stream, kept: int, row: int) -> str | None:
         """Why a record has no tensor; None if it has one."""

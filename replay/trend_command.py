@@ -6,7 +6,17 @@ from typing import Any
 import click
 
 import replay
-from replay.command_line import filter_options, json_option, limit_option, print_json, print_rows, say, trace_argument
+from replay.command_line import (
+    attempt_option,
+    filter_options,
+    json_option,
+    limit_option,
+    print_json,
+    print_rows,
+    say,
+    say_if_empty,
+    trace_argument,
+)
 from replay.format import STATISTICS
 from replay.sparklines import sparkline
 from replay.timelines import LOGARITHMIC, Timeline, gridded, timelines
@@ -19,6 +29,7 @@ _WIDTH = 40
 @filter_options
 @click.option("--stat", default="l2", show_default=True, type=click.Choice(STATISTICS), help="The statistic.")
 @limit_option
+@attempt_option
 @json_option
 def trend(
     trace: Path,
@@ -27,6 +38,7 @@ def trend(
     where: str | None,
     stat: str,
     limit: int,
+    attempt: int | None,
     as_json: bool,
 ) -> None:
     """Print how a statistic of each layer and kind went over the steps, as a small curve a line.
@@ -36,13 +48,18 @@ def trend(
     step or several, of which it shows the value farthest from 0; × stands for NaN or infinity among the elements, and
     a blank for no record. With --json: all steps and values.
 
-    Ends with 0, and with 1 where no record is so or the trace cannot be read.
+    Ends with 0, also where no record is so.
     """
-    lines = timelines(replay.open(trace), stat, layers or None, kinds or None, where)
+    opened = replay.open(trace, attempt)
+    try:
+        lines = timelines(opened, stat, layers or None, kinds or None, where)
+    except replay.NotRecorded:
+        lines = []
     shown = lines[:limit]
+    say_if_empty(shown, opened)
     if as_json:
         print_json([_facts(line) for line in shown])
-    else:
+    elif shown:
         _, values, broken, width = gridded(shown, _WIDTH)
         several_ranks = len({line.rank for line in lines}) > 1
         rows = []

@@ -15,11 +15,13 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
+from replay.attempts import Attempts, read_attempts
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.dropping import Dropped, read_dropped
 from replay.errors import TraceDamaged
 from replay.format import (
     ALERTS_FILE,
+    ATTEMPTS_FILE,
     DROPPED_FILE,
     END_FILE,
     KEPT,
@@ -38,13 +40,11 @@ from replay.format import (
     whole_lines,
 )
 from replay.log_segments import segments_of
-from replay.seal import is_sealed, rows_of
+from replay.seal import COLUMNS_OF_ROWS, is_sealed, rows_of, totals
 from replay.stores import StoreReader, faults, open_reader
 
 Progress = Callable[[int, int], None]
 """Is told how many records were read, and of how many."""
-
-_COLUMNS = ("step", "stream", "call", "micro", "kept", "row", "offset", "nbytes")
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class _Rank:
         self._sealed = is_sealed(directory)
         self._streams: list[Stream | None] = []
         self._dropped = Dropped()
+        self._attempts = Attempts()
         self._columns: list[dict[str, Any]] = []
         self._log_is_whole = True
 
@@ -149,6 +150,7 @@ class _Rank:
                 pass
 
         readers: tuple[tuple[str, Callable[[], Any]], ...] = (
+            (ATTEMPTS_FILE, lambda: read_attempts(self._directory)),
             (MODEL_FILE, lambda: read_modules(self._directory)),
             (NOTES_FILE, lambda: read_notes(self._directory)),
             (TRIGGERS_FILE, lambda: read_triggers(self._directory)),
@@ -169,6 +171,8 @@ class _Rank:
                 yield from _lines_that_are_no_objects(path, self._trace, self._number, sealed=self._sealed)
             elif name == DROPPED_FILE:
                 self._dropped = read_dropped(self._directory)
+            if name == ATTEMPTS_FILE:
+                self._attempts = read_attempts(self._directory)
 
     def _table_of_streams(self) -> Iterator[Problem]:
         path = self._directory / STREAMS_FILE
@@ -186,7 +190,7 @@ class _Rank:
                 stream = None
             self._streams.append(stream)
             if stream is not None:
-                key = (stream.layer, stream.kind, stream.path, stream.dtype, stream.shape)
+                key = (stream.layer, stream.kind, stream.path, stream.dtype, stream.shape, stream.location)
                 if key in seen:
                     yield self._file(STREAMS_FILE, f"Stream {number} is there twice: {key}.")
                 seen.add(key)
@@ -196,7 +200,8 @@ class _Rank:
             try:
                 for batch in segment.batches():
                     columns = {name: batch[name].to_numpy() for name in batch.schema.names}
-                    self._columns.append({name: columns[name].copy() for name in _COLUMNS})
+                    columns["attempt"] = np.full(len(batch), self._attempts.of_segment(segment.number), np.int32)
+                    self._columns.append({name: columns[name].copy() for name in COLUMNS_OF_ROWS})
                     yield from self._records(columns, store, segment.path.name)
                 if (tail := segment.tail()) is not None:
                     self._log_is_whole &= not (tail.damage or self._sealed)
@@ -247,14 +252,7 @@ class _Rank:
             return
         if end is None or not self._log_is_whole:
             return
-        columns = self._joined()
-        facts = {
-            "steps": len(np.unique(columns["step"])),
-            "records": len(columns["step"]),
-            "tensors": int(np.sum(columns["kept"] == KEPT)),
-            "bytes": int(columns["nbytes"].sum()),
-        }
-        for name, found in facts.items():
+        for name, found in totals(self._joined(), self._attempts).items():
             if end.get(name) != found:
                 yield self._file(END_FILE, f"It says {name}: {end.get(name)!r}, and the log has {found}.")
 
@@ -269,7 +267,9 @@ class _Rank:
     def _joined(self) -> dict[str, Any]:
         if len(self._columns) != 1:
             empty = np.zeros(0, np.int64)
-            self._columns = [{name: np.concatenate([empty, *(c[name] for c in self._columns)]) for name in _COLUMNS}]
+            self._columns = [
+                {name: np.concatenate([empty, *(c[name] for c in self._columns)]) for name in COLUMNS_OF_ROWS}
+            ]
         return self._columns[0]
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import click
 
 from replay.command_line import json_option, print_json, progress, say, trace_argument
-from replay.errors import ReplayError
 from replay.printable import printable
 from replay.verify import Problem, verify
 
@@ -18,10 +17,6 @@ Exit status:
   2  there is no trace, or it has a newer version of the format"""
 
 
-class _NoTrace(click.ClickException):
-    exit_code = 2
-
-
 @click.command("verify", epilog=_EXIT)
 @trace_argument
 @json_option
@@ -29,21 +24,18 @@ def verify_trace(trace: Path, as_json: bool) -> None:
     """Read each file of a trace against its checksums, and name what is damaged."""
     found: list[Problem] = []
     count = 0
-    try:
-        with progress("records") as tell:
+    with progress("records") as tell:
 
-            def count_and_tell(done: int, total: int) -> None:
-                nonlocal count
-                count = done
-                if done % 64 == 0 or done == total:
-                    tell(done, total)
+        def count_and_tell(done: int, total: int) -> None:
+            nonlocal count
+            count = done
+            if done % 64 == 0 or done == total:
+                tell(done, total)
 
-            for problem in verify(trace, count_and_tell):
-                found.append(problem)
-                if not as_json:
-                    say(printable(_line(problem)))
-    except ReplayError as error:
-        raise _NoTrace(str(error)) from None
+        for problem in verify(trace, count_and_tell):
+            found.append(problem)
+            if not as_json:
+                say(printable(_line(problem)))
     damaged = sum(problem.damage for problem in found)
     if as_json:
         print_json({"records": count, "damaged": damaged, "problems": [dataclasses.asdict(p) for p in found]})

@@ -4,6 +4,7 @@ A `zarr.json` is written whole, by a rename, so that a reader finds the old one 
 where the index says is the affair of those who write them.
 """
 
+import contextlib
 import json
 import os
 import struct
@@ -35,8 +36,15 @@ def write_group(path: Path) -> None:
 
 
 def write_array(path: Path, metadata: dict[str, Any]) -> None:
-    """Say what the array in a directory is; the directory is made if its parent is there."""
+    """Say what the array in a directory is; the directory is made if its parent is there.
+
+    What was said of rows that were dropped stays.
+    """
     path.mkdir(exist_ok=True)
+    with contextlib.suppress(FileNotFoundError, ValueError, LookupError, TypeError):
+        before = parsed((path / "zarr.json").read_bytes())
+        dropped = {DROPPED_ROWS: before["attributes"][DROPPED_ROWS], **metadata["attributes"]}
+        metadata = {**metadata, "fill_value": before["fill_value"], "attributes": dropped}
     write_whole(path / "zarr.json", json.dumps(metadata))
 
 

@@ -36,7 +36,6 @@ from replay.zarr_metadata import (
 DIRECTORY = "tensors.zarr"
 _SHARD_BYTES = 1 << 30
 _SHARD_ROWS = 4096
-_COORDINATES = {"step": "int64", "call": "int32", "micro": "int32"}
 
 
 def rows_per_shard(nbytes: int) -> int:
@@ -225,8 +224,8 @@ def _seal_stream(group: Path, stream: Stream, rows: Rows) -> None:
                 end = int(offset[-1]) + (layout.stride if layout.codec is None else int(nbytes[-1]))
                 finish_shard(path, end, shard_index(layout.shard_rows, offset, nbytes))
     group.mkdir(parents=True, exist_ok=True)
-    for name, dtype in _COORDINATES.items():
-        write_small(group / name, getattr(rows, name).astype(dtype), ["step" if rows.one_a_step else "row"])
+    for name, values in rows.coordinates.items():
+        write_small(group / name, values, ["step" if rows.one_a_step else "row"])
     write_array(group / "data", _array_metadata(stream, len(rows.step), one_row_a_step=rows.one_a_step))
 
 
@@ -314,8 +313,7 @@ def faults(
         yield from document_faults(group / "data" / "zarr.json", wanted, dropped=bool(begin))
         if not sealed:
             continue
-        for name, dtype in _COORDINATES.items():
-            values = getattr(rows, name).astype(dtype)
+        for name, values in rows.coordinates.items():
             yield from small_faults(group / name, values, ["step" if rows.one_a_step else "row"], name)
         if not stream.nbytes:
             continue

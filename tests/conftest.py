@@ -5,6 +5,8 @@ import signal
 import pytest
 import torch
 
+from hookrec import client, control
+
 # A shell starts what it puts in the background with SIGINT ignored, and so would be what the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,3 +26,14 @@ def deterministic(one_thread):
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Sockets of their own for one test."""
+    runtime = tmp_path / "r"
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    monkeypatch.setattr(client, "folders", lambda: [runtime / "hookrec"])  # not those of other runs of these tests
+    yield runtime / "hookrec"
+    control._listener.close()

@@ -123,7 +123,7 @@ def test_a_root_that_is_no_folder_is_one_sentence(tmp_path, root, words):
 
     result = CliRunner().invoke(main, ["list", str(tmp_path / root)])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert words in result.stderr
 
 

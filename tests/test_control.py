@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-import torch
 from click.testing import CliRunner
 from torch import nn
 
@@ -19,57 +18,10 @@ import hookrec
 import replay
 from hookrec import client, control, inject, sockets
 from hookrec.cli import main
+from tests.training_in_thread import Training
 
 PID = str(os.getpid())
 SCHEMA = json.loads((Path(__file__).parent.parent / "schemas/control.schema.json").read_text())
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Sockets of their own for one test."""
-    runtime = tmp_path / "r"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
-    monkeypatch.setattr(client, "folders", lambda: [runtime / "hookrec"])  # not those of other runs of these tests
-    yield runtime / "hookrec"
-    control._listener.close()
-
-
-class Training:
-    """Steps in a thread, as slow as it must be for others to get a word in."""
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
-        self.steps = 0
-        self.error: BaseException | None = None
-        self._go = False
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.ones(2, 4)).sum().backward()
-        self.optimizer.step()
-        self.steps += 1
-
-    def __enter__(self):
-        self._go = True
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        return self
-
-    def _run(self) -> None:
-        try:
-            while self._go:
-                self.step()
-                time.sleep(0.002)
-        except BaseException as error:
-            self.error = error
-
-    def __exit__(self, *exception):
-        self._go = False
-        self._thread.join()
-        assert self.error is None
 
 
 def command(*arguments):
@@ -281,7 +233,7 @@ def test_of_two_recorders_one_is_chosen_by_its_trace(tmp_path, folder):
         (["attach", "4194999", "-o", "a"], 3, "There is no process"),
         (["detach", str(os.getppid())], 3, "does not listen"),
         (["attach", str(os.getppid()), "-o", "a"], 3, "Process"),
-        (["attach", PID, "-o", "a", "--kinds", "zz"], 1, "There is no kind"),
+        (["attach", PID, "-o", "a", "--kinds", "zz"], 2, "There is no kind"),
     ],
 )
 def test_each_command_says_what_is_wrong(tmp_path, folder, arguments, status, words):

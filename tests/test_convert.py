@@ -225,7 +225,7 @@ def test_a_copy_that_is_not_what_was_written_gets_no_name(tmp_path, monkeypatch)
     monkeypatch.setattr("replay.convert.seal", seal_and_damage)
     ended = CliRunner().invoke(main, ["convert", str(tmp_path / "a"), str(tmp_path / "b")])
 
-    assert (ended.exit_code, "is not what was written" in ended.stderr) == (1, True)
+    assert (ended.exit_code, "is not what was written" in ended.stderr) == (2, True)
     assert not (tmp_path / "b").exists()
 
 
@@ -289,7 +289,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
             convert(tmp_path / "a", tmp_path / "b", "zarr", None)
     assert not (tmp_path / "b.partial").exists()
     ended = CliRunner().invoke(main, ["convert", str(tmp_path / "nothing"), str(tmp_path / "b")])
-    assert (ended.exit_code, "does not exist" in ended.stderr) == (1, True)
+    assert (ended.exit_code, "does not exist" in ended.stderr) == (2, True)
 
 
 def test_another_store_than_the_interrupted_one_is_refused(tmp_path):

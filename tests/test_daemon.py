@@ -628,7 +628,7 @@ def test_a_second_daemon_is_refused_by_the_number_of_the_first(tmp_path):
 
     second = CliRunner().invoke(hookrec_main, ["daemon", str(tmp_path)])
 
-    assert second.exit_code == 1
+    assert second.exit_code == 2
     assert f"watched already, by process {daemon.pid} on {platform.node()}" in second.output
     assert daemon.end(signal.SIGINT) == 0
     third = Process(tmp_path)
@@ -686,7 +686,7 @@ def test_what_cannot_begin_is_one_sentence(tmp_path, monkeypatch, arguments, wor
 
     result = CliRunner().invoke(hookrec_main, ["daemon", *arguments])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.output.startswith("Error: ")
     assert words in result.output
 
@@ -699,7 +699,7 @@ def test_a_root_that_cannot_be_written_is_one_sentence(tmp_path, monkeypatch):
 
     result = CliRunner().invoke(hookrec_main, ["daemon", str(tmp_path)])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "cannot be written to (Permission denied)" in result.output
 
 

@@ -137,7 +137,7 @@ def test_steps_are_written_as_slices_are(tmp_path, run, text, count):
         (["--map", "=x"], "matches no layer"),
         (["--noise", "nowhere"], "does not exist"),
         (["--shift", "100"], "no step in common"),
-        (["--kinds", "gradients"], "has no kind"),
+        (["--kinds", "gradients"], "no kind 'gradients'"),
     ],
 )
 def test_whatever_is_wrong_is_one_message_and_2(tmp_path, run, arguments, words):

@@ -63,7 +63,7 @@ def test_a_trace_that_is_not_there_is_waited_for_no_longer_than_asked(tmp_path):
 
 
 def test_a_trace_whose_writer_is_gone_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(following, "_TORN_S", 0.1)
+    monkeypatch.setattr(following, "TORN_S", 0.1)
     record(tmp_path / "a", 2)
     (tmp_path / "a/rank-00000/end.json").unlink()
 

@@ -15,7 +15,8 @@ from hookrec.plan import PLAN_OPTIONS, Plan, plan_of
 from hookrec.plan_options import changes_of, options_of, plan_options
 from hookrec.run_command import run as run_command
 
-NOT_FOR_COMMANDS = {"model", "path"}  # found in the process, and --out
+# Found in the process; --out; and what is of one start of a training, for which `run` has --resume and --resume-at.
+NOT_FOR_COMMANDS = {"model", "path", "resume"}
 
 
 @click.command()

@@ -287,7 +287,7 @@ def test_a_file_is_replaced_only_if_asked(norms, tmp_path):
     kept = out.read_text()
     replaced = ask(norms, out, "--overwrite")
 
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert "exists already" in refused.output
     assert kept == "mine"
     assert replaced.exit_code == 0
@@ -303,7 +303,7 @@ def test_nothing_is_left_where_drawing_fails(norms, tmp_path, monkeypatch):
 
     result = ask(norms, tmp_path / "a.png")
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "No space left" in result.output
     assert [path.name for path in tmp_path.iterdir()] == ["norms"]
 
@@ -313,18 +313,18 @@ def test_nothing_is_left_where_drawing_fails(norms, tmp_path, monkeypatch):
     [
         (("a.gif",), 2, "ends in .gif"),
         (("a",), 2, "ends in nothing"),
-        (("no/a.png",), 1, "no is no directory"),
+        (("no/a.png",), 2, "no is no directory"),
         (("a.png", "--heatmap", "--tensor", "a"), 2, "choose one"),
         (("a.png", "--step", "1"), 2, "--step is for --exponents and --tensor"),
         (("a.png", "--histogram", "a", "--stat", "l2"), 2, "not for --histogram"),
         (("a.png", "--exponents", "a", "--limit", "2"), 2, "not for --exponents"),
         (("a.png", "--tensor", "a", "--kinds", "x", "--kinds", "y"), 2, "draws one kind"),
-        (("a.png", "--layers", "x"), 1, "layers such as 'a', 'b'"),
-        (("a.png", "--where", "l3 > 1"), 1, "l3"),
-        (("a.png", "--tensor", "x"), 1, "no output (call 0) for layer 'x'"),
-        (("a.png", "--exponents", "x"), 1, "no output (call 0) for layer 'x'"),
-        (("a.png", "--histogram", "x"), 1, "no output (call 0) for layer 'x'"),
-        (("a.png", "--tensor", "a", "--step", "9"), 1, "no step 9"),
+        (("a.png", "--layers", "x"), 2, "there are 'a', 'b'"),
+        (("a.png", "--where", "l3 > 1"), 2, "l3"),
+        (("a.png", "--tensor", "x"), 2, "no output (call 0) for layer 'x'"),
+        (("a.png", "--exponents", "x"), 2, "no output (call 0) for layer 'x'"),
+        (("a.png", "--histogram", "x"), 2, "no output (call 0) for layer 'x'"),
+        (("a.png", "--tensor", "a", "--step", "9"), 2, "no step 9"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_a_sentence(norms, tmp_path, monkeypatch, words, code, message):
@@ -344,7 +344,7 @@ def test_an_empty_trace_has_no_picture(tmp_path, words):
 
     result = ask(empty, tmp_path / "a.png", *words)
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no committed step" in result.output
     assert not (tmp_path / "a.png").exists()
 
@@ -355,5 +355,5 @@ def test_without_the_package_it_says_what_to_install(norms, tmp_path, monkeypatc
 
     result = ask(norms, tmp_path / name)
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"need {package}: pip install 'hookrec[plot]'" in result.output

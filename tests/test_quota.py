@@ -257,6 +257,6 @@ def test_a_damaged_note_of_what_was_dropped_is_named(tmp_path, content):
 def test_pin_wants_a_trace(tmp_path):
     result = CliRunner().invoke(hookrec_main, ["pin", str(tmp_path)])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "is no trace" in result.output
     assert json.loads("[]") == list(tmp_path.iterdir())

@@ -229,7 +229,7 @@ def test_streams_that_are_not_alike_and_share_a_place_are_damage(tmp_path):
 
     result = CliRunner().invoke(hookrec_main, ["recover", str(path)])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "not alike" in result.output
     assert any("not alike" in problem.message for problem in verify(path))
 

@@ -165,7 +165,8 @@ def in_memory(rng, nbytes: int, count: int, *, ones: bool = False) -> tuple[list
 def rows_of(records) -> Rows:
     count = len(records)
     offset, nbytes = (np.array([getattr(p, name) for p, _ in records], np.int64) for name in ("offset", "nbytes"))
-    return Rows(np.arange(count) // 2, np.arange(count, dtype=np.int32) % 2, np.zeros(count, np.int32), offset, nbytes)
+    zeros = np.zeros(count, np.int32)
+    return Rows(np.arange(count) // 2, np.arange(count, dtype=np.int32) % 2, zeros, offset, nbytes, zeros)
 
 
 MODEL: dict[Path, dict[int, list[bytes]]] = {}

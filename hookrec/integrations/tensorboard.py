@@ -150,4 +150,6 @@ def command(
         )
     except HookrecError as error:
         raise click.ClickException(str(error)) from None
+    except OSError as error:
+        raise click.ClickException(f"{log_dir} cannot be written: {error.strerror}. Name another folder.") from None
     click.echo(f"wrote {count:,} numbers. Next: tensorboard --logdir {log_dir}", err=True)

@@ -1,0 +1,134 @@
+"""The command `replay export`: records and tensors as files of other programs."""
+
+import sys
+from pathlib import Path
+
+import click
+
+import replay
+from replay.command_line import attempt_option, filter_options, say, trace_argument
+from replay.errors import BadQuery
+
+_SUFFIXES = {
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".feather", ".ipc"),
+    "npz": (".npz",),
+    "safetensors": (".safetensors",),
+}
+_OF_OTHERS = (".csv", ".tsv", ".json", ".jsonl", ".npy", ".h5", ".zarr", ".xlsx")
+
+_HELP = """\b
+Examples:
+  replay export runs/a out.parquet --kinds grad_output
+  replay export runs/a out.parquet --tensors --layers 'blocks.0.*'
+  replay export runs/a out.npz --layers fc1 --where "step between 100 and 199"
+  replay export runs/a out --partition step:1000
+  replay export runs/a out --follow                 goes on until the training ends, or Ctrl-C
+
+\b
+Exit status:
+  0    what was asked for is there, whole
+  1    it is not, and nothing of it; with --follow, the files that were said are there, or the writer of the trace died
+  2    the command is wrong
+  130  --follow was interrupted; the same command goes on behind the last file
+
+docs/questions/tables.md shows how other programs read these files."""
+
+
+@click.command(epilog=_HELP)
+@trace_argument
+@click.argument("out", type=click.Path(path_type=Path))
+@filter_options
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(list(_SUFFIXES)),
+    help="Records with statistics: parquet, arrow. Tensors: npz, safetensors. If not given, by the ending of OUT.",
+)
+@click.option("--tensors", is_flag=True, help="Add a column with the values of each tensor.")
+@click.option("--partition", metavar="layer|step:N", help="OUT is a folder, with a file a layer or N steps (parquet).")
+@click.option(
+    "--follow", is_flag=True, help="OUT is a folder that gets a file a look while the training runs (parquet)."
+)
+@click.option(
+    "--poll",
+    "poll_s",
+    default=5.0,
+    show_default=True,
+    type=click.FloatRange(0.01),
+    help="With --follow, seconds between two looks.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
+@attempt_option
+def export(
+    trace: Path,
+    out: Path,
+    layers: tuple[str, ...],
+    kinds: tuple[str, ...],
+    where: str | None,
+    format_: str | None,
+    tensors: bool,
+    partition: str | None,
+    follow: bool,
+    poll_s: float,
+    overwrite: bool,
+    attempt: int | None,
+) -> None:
+    """Write records to a file, one row a record, for pandas, polars, DuckDB, Spark; or tensors, for numpy and torch."""
+    into_folder = partition is not None or follow
+    chosen = _format_of(out, format_, into_folder=into_folder)
+    if follow and partition is not None:
+        raise click.UsageError("--follow has a file a look; it takes no --partition.")
+    if into_folder and overwrite:
+        raise click.UsageError("--overwrite replaces a file, no folder. Remove the folder first.")
+    if into_folder and chosen != "parquet":
+        raise click.UsageError(f"A folder of files is of Parquet, not {chosen}.")
+    if follow and attempt is not None:
+        raise click.UsageError("--follow goes with the latest attempt; it takes no --attempt.")
+    opened = replay.open(trace, attempt)
+    if follow:
+        _follow(opened, out, layers, kinds, where, tensors=tensors, poll_s=poll_s)
+        return
+    selection = opened.select(layers or None, kinds or None, where=where)
+    if chosen == "parquet":
+        count = selection.to_parquet(out, tensors=tensors, overwrite=overwrite, partition=partition)
+    elif chosen == "arrow":
+        count = selection.to_arrow(out, tensors=tensors, overwrite=overwrite)
+    elif chosen == "npz":
+        count = selection.to_npz(out, overwrite=overwrite)
+    else:
+        count = selection.to_safetensors(out, overwrite=overwrite)
+    say(f"wrote {out}: {count:,} records", err=True)
+
+
+def _format_of(out: Path, given: str | None, *, into_folder: bool) -> str:
+    suffix = out.suffix.lower()
+    by_name = next((name for name, endings in _SUFFIXES.items() if suffix in endings), None)
+    if given is not None and by_name not in (None, given):
+        raise BadQuery(f"{out} is named as {by_name} and would hold {given}. Name it {out.with_suffix('.' + given)}.")
+    if not into_folder and given is None and suffix in _OF_OTHERS:
+        raise BadQuery(f"{out} would hold Parquet. Name it so: {out.with_suffix('.parquet')}.")
+    return given or by_name or "parquet"
+
+
+def _follow(
+    trace: replay.Trace,
+    out: Path,
+    layers: tuple[str, ...],
+    kinds: tuple[str, ...],
+    where: str | None,
+    *,
+    tensors: bool,
+    poll_s: float,
+) -> None:
+    from replay.growing import grow
+
+    parts = grow(trace, out, layers=layers or None, kinds=kinds or None, where=where, tensors=tensors, poll_s=poll_s)
+    try:
+        for file, rows in parts:
+            say(f"{file}: {rows:,} records", err=True)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if trace.status == "torn":
+        say(f"{trace.path} is torn: its writer is gone. Run `hookrec recover {trace.path}` to seal it.", err=True)
+        sys.exit(1)
