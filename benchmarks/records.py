@@ -8,6 +8,7 @@ memory is printed as well; it is told what to import before the clock runs.
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import platform
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +25,11 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 
 import replay
-from hookrec.provenance import write_trace_file
-from replay.format import RECORD_SCHEMA, Stream, write_whole
+from replay.exported import plain
+from replay.format import FORMAT, RECORD_SCHEMA, VERSION, Stream, write_whole
 from replay.log import LogWriter
 from replay.query import connect
 from replay.seal import locked, seal
-from replay.selection import _plain
 
 STEPS = 10_000
 COMMIT_STEPS = 10
@@ -48,9 +49,8 @@ def write(path: Path, records: int) -> None:
     directory = path / "rank-00000"
     directory.mkdir(parents=True)
     plan = {"tensors": False, "store": "zarr", "compression": None}
-    write_trace_file(
-        path, {"pid": os.getpid(), "plan": plan, "trace": {"cwd": ".", "command": [], "packages": {}, "seed": 0}}
-    )
+    identity = {"format": FORMAT, "version": VERSION, "id": "0" * 32, "created": "2026-01-01T00:00:00Z"}
+    write_whole(path / "trace.json", json.dumps({**identity, "plan": plan, "provenance": {}}))
     write_whole(directory / "model.json", '{"modules": []}')
     count = records // STEPS
     kinds = ["output"] * (count - count // 2) + ["grad_output"] * (count // 2)
@@ -136,7 +136,7 @@ def time_export(path: Path) -> dict[str, float]:
 def time_pyarrow(path: Path) -> dict[str, float]:
     """Write the same table, which is in memory, by pyarrow."""
     target = path.parent / "pyarrow.parquet"
-    table = _plain(replay.open(path).records())
+    table = plain(replay.open(path).records())
     begin = time.perf_counter()
     pq.write_table(table, target, compression="zstd")
     return {"pyarrow s": time.perf_counter() - begin}
@@ -174,8 +174,8 @@ def main() -> None:
         nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         facts["bytes a record"] = nbytes / count
         for question in QUESTIONS:
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                found, peak = pool.apply(_asked, (question, path))
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                found, peak = pool.submit(_asked, question, path).result()
             facts |= found | {f"peak MB of {question.__name__.removeprefix('time_')}": peak}
     facts["export, to pyarrow's speed"] = facts["pyarrow s"] / facts["export s"]
     for fact, value in facts.items():
