@@ -776,7 +776,7 @@ def test_ranks_of_a_trace_are_compared_with_each_other(tmp_path):
     assert len(replay.diff(a, a).rows) == 2 * len(diff.rows)
     with pytest.raises(replay.BadQuery, match="has no rank 7; it has 0, 1"):
         replay.diff(a, ranks=(0, 7))
-    with pytest.raises(replay.BadQuery, match="give b, or ranks"):
+    with pytest.raises(replay.BadQuery, match="or two ranks of one"):
         replay.diff(a)
 
 

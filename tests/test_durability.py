@@ -64,7 +64,8 @@ class Recorded:
         self._memory = memoryview(mmap.mmap(-1, 1 << 20))
         directory = path / "rank-00000"
         directory.mkdir(parents=True)
-        config = {"pid": 1, "plan": PLAN | plan, "trace": {"cwd": "/", "command": [], "packages": {}, "seed": 0}}
+        begun = {"cwd": "/", "command": [], "packages": {}, "seed": 0, "ranks": 1}
+        config = {"pid": 1, "plan": PLAN | plan, "trace": begun}
         writer.write_trace_file(path, config)
         writer._write_model_file(directory, {"modules": []})
         self.writer = writer.Writer(directory, PLAN | plan, self._memory)

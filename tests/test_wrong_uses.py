@@ -183,7 +183,7 @@ def test_an_option_that_is_none(line, place):
     assert files(place) == before
 
 
-@pytest.mark.parametrize("line", [*ASKED, *OTHERS])
+@pytest.mark.parametrize("line", [*ASKED, *sorted(OTHERS)])
 def test_too_few_arguments_and_too_many(line, place):
     program, name = line.split()
     command = PROGRAMS[program].get_command(click.Context(PROGRAMS[program]), name)
