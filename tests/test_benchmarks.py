@@ -1,0 +1,41 @@
+"""The benchmarks run, at sizes too small to say anything, and measure each thing that they name."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def measured(folder: Path, module: str, *arguments: str) -> dict:
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=folder, env=environment, check=True, capture_output=True, text=True, timeout=170)
+    assert list(folder.iterdir()) == []
+    return json.loads(done.stdout)
+
+
+@pytest.mark.slow
+def test_each_peer_has_a_row_or_the_reason_why_it_is_left_out(tmp_path):
+    from benchmarks.peers import WAYS
+
+    tables = measured(tmp_path, "peers", "mlp", "--rounds", "1", "--steps", "1")["tables"]
+
+    there = {row["way"] for row in tables["mlp"]}
+    left_out = {row["left out"] for row in tables.get("left out", ())}
+    assert there | left_out == set(WAYS)
+    assert left_out <= {"torchlens", "nnsight", "safetensors a step"}
+
+
+@pytest.mark.slow
+def test_each_size_has_a_row(tmp_path):
+    tables = measured(tmp_path, "linear", "--small")["tables"]
+
+    assert [row["records a step"] for row in tables["records a step"]] == [10, 100]
+    assert [row["MB a step"] for row in tables["bytes a step"]] == [1, 10]
+    assert [row["steps"] for row in tables["steps"]] == [10, 100]
+    assert all(row["us a record"] > 0 for row in tables["steps"])
