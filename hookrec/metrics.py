@@ -22,6 +22,7 @@ from replay.documents import read_end
 from replay.errors import ReplayError
 from replay.format import END_FILE
 from replay.printable import printable
+from replay.ranks import ranks_of
 
 MOST = 500
 STATES = ("live", "died", "sealed", "damaged")
@@ -180,7 +181,7 @@ def _facts_of(trace: Path, root: Path) -> _Facts:
     try:
         alerts.update(alert.rule for alert in read_alerts(trace))
         if state == "sealed":
-            ranks = list(trace.glob("rank-[0-9]*"))
+            ranks = ranks_of(trace).values()
             if any((end := read_end(rank)) is not None and end["how"] != "detached" for rank in ranks):
                 state = "died"
             old = all(time.time() - (rank / END_FILE).stat().st_mtime > _NEWS_S for rank in ranks)

@@ -14,6 +14,7 @@ from replay.documents import read_identity
 from replay.dropping import Shard, drop, finish_dropping, on_disk, shards
 from replay.errors import ReplayError
 from replay.format import PINNED_FILE
+from replay.ranks import ranks_of
 from replay.seal import is_sealed, locked
 
 
@@ -69,7 +70,7 @@ class Quota:
         sealed = False
         try:
             sealed = _is_sealed(trace)
-            for rank in _ranks(trace) if sealed else ():
+            for rank in ranks_of(trace).values() if sealed else ():
                 finish_dropping(rank)
         except (OSError, ReplayError) as error:
             self._journal.complain((trace, "quota"), f"Tensors of {trace} cannot be dropped: {error}")
@@ -80,7 +81,9 @@ class Quota:
 
     def _drop_from(self, trace: Path, excess: int, time: str) -> tuple[int, int]:
         """Drop the oldest tensors of a trace; return the bytes and the number of files."""
-        files = [(shard.time_s, shard.number, rank, shard) for rank in _ranks(trace) for shard in shards(rank)]
+        files = [
+            (shard.time_s, shard.number, rank, shard) for rank in ranks_of(trace).values() for shard in shards(rank)
+        ]
         files.sort(key=lambda file: file[:2])
         victims: dict[Path, list[Shard]] = {}
         freed = count = 0
@@ -113,12 +116,8 @@ def bytes_on_disk(directory: Path) -> int:
     return total
 
 
-def _ranks(trace: Path) -> list[Path]:
-    return sorted(path for path in trace.glob("rank-[0-9]*") if path.is_dir())
-
-
 def _is_sealed(trace: Path) -> bool:
-    ranks = _ranks(trace)
+    ranks = ranks_of(trace).values()
     return bool(ranks) and all(is_sealed(rank) for rank in ranks)
 
 

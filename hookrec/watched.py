@@ -25,6 +25,7 @@ from replay.documents import read_end, read_identity
 from replay.errors import ReplayError
 from replay.follow import Follower, Place
 from replay.format import ALERTS_FILE, END_FILE, LOCK_FILE, TRACE_FILE
+from replay.ranks import ranks_of
 from replay.seal import is_locked, is_sealed, locked, seal
 
 _LOOK_S = 0.5  # what reading one trace may take before the others get their turn
@@ -79,7 +80,7 @@ class Watched:
         self.done = False
         self.urgent = False
         with contextlib.suppress(OSError):  # the first look says what is wrong
-            self.urgent = any(not is_sealed(rank) for rank in path.glob("rank-[0-9]*"))
+            self.urgent = any(not is_sealed(rank) for rank in ranks_of(path).values())
         self._duties = duties
         self._memory = memory
         self._stamp: list[int] = []
@@ -172,7 +173,7 @@ class Watched:
     def _ends(self) -> list[int]:
         """When the ranks were sealed; 0 where one is not."""
         found = []
-        for rank in sorted(self.path.glob("rank-[0-9]*")):
+        for rank in ranks_of(self.path).values():
             try:
                 found.append((rank / END_FILE).stat().st_mtime_ns)
             except OSError:
@@ -181,7 +182,7 @@ class Watched:
 
     def _is_stale(self) -> bool:
         """Whether it ended too long ago for its alerts to be news."""
-        ends = [rank / END_FILE for rank in self.path.glob("rank-[0-9]*")]
+        ends = [rank / END_FILE for rank in ranks_of(self.path).values()]
         return bool(ends) and all(end.exists() and time.time() - end.stat().st_mtime > _STALE_S for end in ends)
 
     def _send_old(self) -> None:

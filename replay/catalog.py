@@ -18,6 +18,7 @@ from replay.dropping import read_dropped
 from replay.errors import ReplayError, TraceDamaged
 from replay.format import END_FILE, PINNED_FILE, TRACE_FILE
 from replay.log import Log
+from replay.ranks import ranks_of
 from replay.seal import COUNTED_COLUMNS, is_locked, totals
 from replay.zarr_store import DIRECTORY
 
@@ -117,7 +118,7 @@ def entry_of(trace: Path, root: Path) -> Entry:
     name = str(trace.relative_to(root))
     try:
         identity = read_identity(trace)
-        ranks = [path for path in trace.glob("rank-[0-9]*") if path.is_dir()]
+        ranks = ranks_of(trace).values()
         if not ranks:
             raise TraceDamaged(f"{trace} has a {TRACE_FILE} and no rank in it.")
         counted = [_counted(rank) for rank in ranks]

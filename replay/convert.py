@@ -54,6 +54,8 @@ from replay.hdf5_store import SEGMENTS_FILE
 from replay.log import Log, LogWriter
 from replay.log_segments import segments_of
 from replay.places import Places
+from replay.ranks import PATTERN as RANK
+from replay.ranks import ranks_of
 from replay.seal import locked, read_streams, seal
 from replay.stores import STORES, StoreReader, StoreWriter, open_reader, open_writer
 from replay.trace import open as open_trace
@@ -73,7 +75,7 @@ _OF_RANK = (MODEL_FILE, SCALARS_FILE, TRIGGERS_FILE)
 _WRITTEN = (TRACE_FILE, LOCK_FILE, STREAMS_FILE, END_FILE, DROPPED_FILE, NOTES_FILE, SEGMENTS_FILE, ATTEMPTS_FILE)
 _ANEW = re.compile(
     "|".join(re.escape(name) for name in _WRITTEN)
-    + rf"|rank-\d+|{re.escape(DIRECTORY)}|records-\d+\.(arrows|parquet)(\.partial)?|tensors(-\d+)?\.h5(\.partial)?"
+    + rf"|{RANK}|{re.escape(DIRECTORY)}|records-\d+\.(arrows|parquet)(\.partial)?|tensors(-\d+)?\.h5(\.partial)?"
 )
 """What is read, and written anew."""
 
@@ -165,7 +167,7 @@ def _copy_files(source: Path, target: Path, names: Iterable[str]) -> None:
 def _left_out(source: Path) -> list[Path]:
     """Return what of a trace is in no copy."""
     folders = [(source, _OF_TRACE)]
-    folders += [(rank, _OF_RANK) for rank in sorted(source.glob("rank-[0-9]*")) if rank.is_dir()]
+    folders += [(rank, _OF_RANK) for rank in ranks_of(source).values()]
     return [
         path.relative_to(source)
         for folder, copied in folders

@@ -23,6 +23,7 @@ from replay.format import (
     parsed,
     whole_lines,
 )
+from replay.ranks import ranks_of
 
 
 def read_identity(path: Path) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def read_identity(path: Path) -> dict[str, Any]:
     identity = _read(path / TRACE_FILE)
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
-        if any(path.glob("rank-[0-9]*")):
+        if ranks_of(path):
             # Ranks make their folders before the writer of rank 0 has started, which takes a second.
             raise TraceNotFound(
                 f"{path} has no {TRACE_FILE} yet: a recording is being begun there, or was ended before it had begun. "

@@ -13,6 +13,7 @@ from replay.dropping import read_dropped
 from replay.errors import TraceDamaged
 from replay.format import STREAMS_FILE, Stream, whole_lines
 from replay.log import Following
+from replay.ranks import ranks_of
 from replay.records import check_rows, described
 
 Place = tuple[int, int]
@@ -50,11 +51,9 @@ class Follower:
             OSError: it cannot be read; likewise.
         """
         trouble: Exception | None = None
-        for directory in sorted(self._path.glob("rank-[0-9]*")):
-            number = directory.name.removeprefix("rank-")
-            if number.isdigit() and int(number) not in self._ranks and directory.is_dir():
-                place = self._places.get(int(number), (0, 0))
-                self._ranks[int(number)] = _Rank(directory, int(number), place)
+        for number, directory in ranks_of(self._path).items():
+            if number not in self._ranks:
+                self._ranks[number] = _Rank(directory, number, self._places.get(number, (0, 0)))
         for rank in list(self._ranks.values()):
             try:
                 while len(found := rank.read()):

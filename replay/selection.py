@@ -21,6 +21,7 @@ from replay.filters import Names, Steps
 from replay.format import Locations
 from replay.new_file import new_file, new_folder
 from replay.partitions import divided
+from replay.ranks import name_of
 
 if TYPE_CHECKING:
     from replay.trace import Trace
@@ -111,7 +112,7 @@ class Selection:
         for (rank, layer, kind, path, dtype, shape), records in found.items():
             name = locations.setdefault(rank, Locations()).new(layer, kind, path)
             if len(self.trace.ranks) > 1:
-                name = f"rank-{rank:05}/{name}"
+                name = f"{name_of(rank)}/{name}"
             groups.append(Alike(name, dtype, shape, records))
         return groups
 

@@ -25,6 +25,7 @@ from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.history import history
 from replay.log import Log
 from replay.query import MODULES, Part, answer, modules_of, rows_where
+from replay.ranks import ranks_of
 from replay.records import check_rows, described
 from replay.seal import further_streams, is_locked, is_sealed
 from replay.selection import Selection
@@ -81,10 +82,10 @@ class Trace:
 
     def refresh(self) -> Self:
         """Look for steps that were committed since the last look."""
-        for directory in sorted(self.path.glob("rank-[0-9]*")):
-            number = directory.name.removeprefix("rank-")
-            if number.isdigit() and directory.is_dir():
-                self._ranks.setdefault(int(number), _Rank(directory, self.attempt)).refresh()
+        for number, directory in ranks_of(self.path).items():
+            if number not in self._ranks:
+                self._ranks[number] = _Rank(directory, self.attempt)
+            self._ranks[number].refresh()
         return self
 
     def __repr__(self) -> str:

@@ -40,6 +40,7 @@ from replay.format import (
     whole_lines,
 )
 from replay.log_segments import segments_of
+from replay.ranks import ranks_of
 from replay.seal import COLUMNS_OF_ROWS, is_sealed, rows_of, totals
 from replay.stores import StoreReader, faults, open_reader
 
@@ -87,12 +88,10 @@ def verify(trace: Path, progress: Progress | None = None) -> Iterator[Problem]:
         yield Problem(str(error), TRACE_FILE)
     for name in (ALERTS_FILE, SENT_FILE):
         yield from _lines_that_are_no_objects(trace / name, trace, None)
-    ranks = sorted(
-        path for path in trace.glob("rank-[0-9]*") if path.name.removeprefix("rank-").isdigit() and path.is_dir()
-    )
+    ranks = ranks_of(trace)
     if not ranks:
         yield Problem("There is no rank in it: what was recorded has been moved away.", TRACE_FILE)
-    parts = [_Rank(directory, trace) for directory in ranks]
+    parts = [_Rank(directory, trace) for directory in ranks.values()]
     total, done = sum(part.count() for part in parts), 0
     for part in parts:
         for problem in part.problems():

@@ -14,6 +14,7 @@ from hookrec.errors import HookrecError
 from replay.command_line import Unanswered, filter_options, say, trace_argument
 from replay.filters import Names
 from replay.format import STATISTICS
+from replay.ranks import name_of
 
 DEFAULT_STATISTICS = ("l2", "absmax", "n_nan")
 
@@ -113,7 +114,7 @@ class _Events:
 
     def _writer(self, rank: int, *, alone: bool) -> Any:
         if rank not in self._writers:
-            self._writers[rank] = self._make(str(self._log_dir if alone else self._log_dir / f"rank-{rank:05}"))
+            self._writers[rank] = self._make(str(self._log_dir if alone else self._log_dir / name_of(rank)))
         return self._writers[rank]
 
 
