@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from replay.errors import BadQuery
-from replay.filters import Names, Steps, check_globs, globs_of, matches, steps_condition
+from replay.filters import Globs, Names, Steps, check_globs, globs_of, matches, steps_condition
 from replay.renaming import renamed
 from replay.trace import Trace
 
@@ -83,8 +83,8 @@ class Alignment:
     b: Trace
     noise: Trace | None
     names: Mapping[str, str]
-    layers: tuple[str, ...] | None
-    kinds: tuple[str, ...] | None
+    layers: Globs
+    kinds: Globs
     steps: list[int]
     shift: int
     ranks: dict[int, int]
@@ -153,8 +153,8 @@ def _single(keys: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:
 
 def _by_step(
     trace: Trace,
-    layers: tuple[str, ...] | None,
-    kinds: tuple[str, ...] | None,
+    layers: Globs,
+    kinds: Globs,
     steps: Sequence[int],
     shift: int,
 ) -> dict[tuple[int, int], list[Record]]:

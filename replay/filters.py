@@ -13,23 +13,25 @@ from replay.errors import BadQuery
 
 Names = str | Iterable[str] | None
 """A glob, several, or None for all."""
+Globs = tuple[str, ...] | None
+"""What `globs_of` makes of them."""
 Steps = int | slice | Iterable[int] | None
 """A step, a slice of steps, several steps, or None for all."""
 
 
-def globs_of(names: Names) -> tuple[str, ...] | None:
+def globs_of(names: Names) -> Globs:
     """Return globs as a tuple; None stands for all."""
     if names is None or isinstance(names, str):
         return None if names is None else (names,)
     return tuple(names)
 
 
-def matches(name: str, globs: tuple[str, ...] | None) -> bool:
+def matches(name: str, globs: Globs) -> bool:
     """Return whether one of some globs matches a name; a name with brackets in it matches itself."""
     return globs is None or any(name == glob or fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
-def check_globs(what: str, globs: tuple[str, ...] | None, there: Sequence[str], whose: object) -> None:
+def check_globs(what: str, globs: Globs, there: Sequence[str], whose: object) -> None:
     """Refuse a glob that matches nothing: an empty answer would read as if there were nothing to find.
 
     Args:

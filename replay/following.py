@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from replay.errors import TraceDamaged, TraceNotFound
-from replay.filters import Names, check_globs, globs_of, matches
+from replay.filters import Globs, Names, check_globs, globs_of, matches
 from replay.follow import Follower
 from replay.query import records_where
 from replay.trace import Trace
@@ -86,9 +86,7 @@ def follow_all(
         check_globs(what, globs, list(dict.fromkeys(name for t in every for name in getattr(t, f"{what}s"))), whose)
 
 
-def narrowed(
-    records: pa.Table, layers: tuple[str, ...] | None, kinds: tuple[str, ...] | None, where: str | None
-) -> pa.Table:
+def narrowed(records: pa.Table, layers: Globs, kinds: Globs, where: str | None) -> pa.Table:
     """Return those of some records that are of some layers and kinds, and for which a condition holds."""
     for column, globs in (("layer", layers), ("kind", kinds)):
         if globs is not None:

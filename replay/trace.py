@@ -1,44 +1,34 @@
 """A trace as its reader sees it: ranks joined, records found by step, layer, kind and call.
 
-Records are rows of the commit log, which names streams by number. Where a tensor lies is looked up once a stream.
+What is asked for and not there is told from what is there, so that a message can say what to ask for instead.
 """
 
 import difflib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 from numpy.typing import NDArray
 
 from replay import notebook
-from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
-from replay.dropping import Dropped, read_dropped
+from replay.documents import read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
-from replay.filters import Names, Steps, check_globs, globs_of, matches, steps_condition
-from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream, numpy_dtype
+from replay.filters import Globs, Names, Steps, check_globs, globs_of
+from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT
 from replay.history import history
-from replay.log import Log
-from replay.query import MODULES, Part, answer, modules_of, rows_where
+from replay.query import MODULES, answer, modules_of, rows_where
+from replay.rank import Rank
 from replay.ranks import ranks_of
-from replay.records import check_rows, described
-from replay.seal import further_streams, is_locked, is_sealed
+from replay.records import check_rows
 from replay.selection import Selection
-from replay.stores import open_reader
-
-_Globs = tuple[str, ...] | None
 
 _SCALARS = pa.schema(
     [("rank", pa.int32()), ("step", pa.int64()), ("time", pa.float64()), ("name", pa.string()), ("value", pa.float64())]
 )
-
-_SMALL_LOG = 1 << 19
-"""Records of which the places, 33 bytes each, are looked up together."""
 
 
 def open(path: str | Path, attempt: int | None = None) -> "Trace":
@@ -71,7 +61,7 @@ class Trace:
         self.path = path
         self.attempt = attempt
         self.identity = read_identity(path)
-        self._ranks: dict[int, _Rank] = {}
+        self._ranks: dict[int, Rank] = {}
         self.refresh()
         if not self._ranks:
             raise TraceDamaged(f"{path} has a {TRACE_FILE} and no rank in it: what was recorded has been moved away.")
@@ -84,7 +74,7 @@ class Trace:
         """Look for steps that were committed since the last look."""
         for number, directory in ranks_of(self.path).items():
             if number not in self._ranks:
-                self._ranks[number] = _Rank(directory, self.attempt)
+                self._ranks[number] = Rank(directory, self.attempt)
             self._ranks[number].refresh()
         return self
 
@@ -264,38 +254,10 @@ class Trace:
             first, last = np.searchsorted(places.step, (step, step + 1))
             hits = first + np.flatnonzero(places.call[first:last] == call)
             if len(hits):
-                at = int(hits[-1])
-                return self._read(part, part.streams[places.stream[at]], places, at, step)
+                return part.tensor(places, int(hits[-1]))
         raise self._not_found(part, step, layer, kind, call, path)
 
-    def _read(self, part: "_Rank", stream: Stream, places: "_Places", at: int, step: int) -> NDArray[Any]:
-        row = int(places.row[at])
-        if (why := part.why_no_tensor(stream, int(places.kept[at]), row)) is None:
-            # Else a damaged table would have us make an array of any size.
-            if int(places.numel[at]) != stream.numel:
-                raise TraceDamaged(
-                    f"The log in {part.directory} has {int(places.numel[at])} elements of {stream.kind} of layer "
-                    f"{stream.layer!r}, and streams.jsonl the shape {stream.whole[1]}: one of them is damaged."
-                )
-            try:
-                data = part.store.read(stream, row, int(places.offset[at]), int(places.nbytes[at]))
-            except TraceDamaged:
-                part.dropped = read_dropped(part.directory)  # perhaps it went a moment ago
-                if (why := part.why_no_tensor(stream, KEPT, row)) is None:
-                    raise
-        if why is not None:
-            raise NotRecorded(
-                f"Step {step} of {self.path} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
-                f"{why}. The statistics are in `replay stats`, in Python in records()."
-            )
-        if len(data) != stream.nbytes or (data and google_crc32c.value(bytes(data)) != places.crc32c[at]):
-            raise TraceDamaged(
-                f"The {stream.kind} of layer {stream.layer!r} at step {step} of {self.path} is damaged: "
-                "its checksum differs."
-            )
-        return np.frombuffer(data, numpy_dtype(stream.dtype)).reshape(stream.shape)
-
-    def _not_found(self, part: "_Rank", step: int, layer: str, kind: str, call: int, path: str) -> Exception:
+    def _not_found(self, part: Rank, step: int, layer: str, kind: str, call: int, path: str) -> Exception:
         steps = part.steps()
         if step not in steps:
             last = f"its last committed step is {int(steps[-1])}" if len(steps) else "it has no committed step yet"
@@ -353,7 +315,7 @@ class Trace:
         for number, rank in sorted(self._ranks.items()):
             yield from rank.record_parts(number, *wanted, steps)
 
-    def _wanted(self, layers: Names, kinds: Names) -> tuple[_Globs, _Globs]:
+    def _wanted(self, layers: Names, kinds: Names) -> tuple[Globs, Globs]:
         found = globs_of(layers), globs_of(kinds)
         check_globs("layer", found[0], self.layers if found[0] else (), self.path)
         check_globs("kind", found[1], self.kinds if found[1] else (), self.path)
@@ -397,127 +359,6 @@ class Trace:
         found = self.records(where=where)
         rows: list[dict[str, Any]] = found.slice(0, 1).to_pylist()
         return rows[0] if rows else None
-
-
-@dataclass(frozen=True)
-class _Places:
-    """Where the records of (layer, kind, path) are, sorted by step: arrays of shape `(records,)`.
-
-    Not those of a stream: a training with dynamic padding has one for each length.
-    """
-
-    stream: NDArray[np.int32]
-    step: NDArray[np.int64]
-    call: NDArray[np.int32]
-    kept: NDArray[np.uint8]
-    row: NDArray[np.int64]
-    offset: NDArray[np.int64]
-    nbytes: NDArray[np.int64]
-    crc32c: NDArray[np.uint32]
-    numel: NDArray[np.int64]
-
-
-class _Rank:
-    """What one process recorded."""
-
-    def __init__(self, directory: Path, attempt: int | None) -> None:
-        self.directory = directory
-        self.log = Log(directory, attempt)
-        self.store = open_reader(directory)
-        self.streams: list[Stream] = []
-        self._streams_end = 0  # the byte behind the last line of the table that was read
-        self._keys: dict[tuple[str, str, str], int] = {}
-        self._key_of_stream: list[int] = []
-        self.dropped = Dropped()
-        self._places: dict[int, _Places] = {}
-        self._steps: NDArray[np.int64] | None = None
-
-    def refresh(self) -> None:
-        self.log.refresh()
-        self.dropped = read_dropped(self.directory)
-        new, self._streams_end = further_streams(self.directory, len(self.streams), self._streams_end)
-        self.streams = [*self.streams, *new]
-        for stream in new:
-            key = stream.layer, stream.kind, stream.path
-            self._key_of_stream.append(self._keys.setdefault(key, len(self._keys)))
-        self._places, self._steps = {}, None
-
-    def status(self) -> str:
-        return "sealed" if is_sealed(self.directory) else "live" if is_locked(self.directory) else "torn"
-
-    def end(self) -> dict[str, Any] | None:
-        """How the last attempt that is shown ended."""
-        attempts = self.log.attempts
-        return read_end(self.directory) if attempts.shown == attempts.last else attempts.ended(attempts.shown)
-
-    def whole_log(self) -> Log:
-        """Return the log with what does not count."""
-        return self.log if not self.log.attempts.last else Log(self.directory, superseded=True).refresh()
-
-    def why_no_tensor(self, stream: Stream, kept: int, row: int) -> str | None:
-        """Why a record has no tensor; None if it has one."""
-        if kept != KEPT:
-            return WHY_NOT_KEPT.get(kept, "not kept")
-        return str(self.dropped) if row < self.dropped.rows.get(stream.id, 0) else None
-
-    def steps(self) -> NDArray[np.int64]:
-        if self._steps is None:
-            self._steps = np.unique(self.log.table(["step"])["step"].to_numpy())
-        return self._steps
-
-    def places(self, layer: str, kind: str, path: str) -> _Places | None:
-        """Return where the records are; None if there is no such stream."""
-        key = self._keys.get((layer, kind, path))
-        if key is None:
-            return None
-        if key not in self._places:
-            keys = np.array(self._key_of_stream, np.int64)
-            # A look into the log costs milliseconds, whatever it is for: a small one is looked through once for all.
-            where = None
-            if self.log.rows > _SMALL_LOG:
-                where = pa.compute.field("stream").isin(pa.array(np.flatnonzero(keys == key), pa.int32()))
-            names = list(_Places.__dataclass_fields__)
-            table = self.log.table(names, where)
-            columns = {name: table[name].to_numpy() for name in names}
-            known = np.flatnonzero((columns["stream"] >= 0) & (columns["stream"] < len(keys)))
-            of_rows = keys[columns["stream"][known]]
-            order = np.lexsort((columns["step"][known], of_rows))
-            columns = {name: column[known][order] for name, column in columns.items()}
-            found, first = np.unique(of_rows[order], return_index=True)
-            ends = [*first[1:].tolist(), len(order)][: len(found)]
-            for number, begin, end in zip(found.tolist(), first.tolist(), ends, strict=True):
-                self._places[number] = _Places(**{name: column[begin:end] for name, column in columns.items()})
-            if key not in self._places:
-                self._places[key] = _Places(**{name: column[:0] for name, column in columns.items()})
-        return self._places[key]
-
-    def part(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> Part:
-        """Return what DuckDB is shown of the rank."""
-        condition = self._condition(layers, kinds, steps)
-        log = self.log.dataset()
-        return Part(number, log if condition is None else log.filter(condition), self.streams, self.dropped.rows)
-
-    def _condition(self, layers: _Globs, kinds: _Globs, steps: Steps) -> Any:
-        """Return a condition over the columns of the log for pyarrow, or None for all."""
-        last = int(max(self.steps(), default=-1)) if isinstance(steps, slice) else -1
-        condition = steps_condition(steps, last)
-        if layers is not None or kinds is not None:
-            wanted = [s.id for s in self.streams if matches(s.layer, layers) and matches(s.kind, kinds)]
-            chosen = pa.compute.field("stream").isin(pa.array(wanted, pa.int32()))
-            condition = chosen if condition is None else condition & chosen
-        return condition
-
-    def records(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> pa.Table:
-        condition = self._condition(layers, kinds, steps)
-        return self._described(number, self.log.table(None, condition))
-
-    def record_parts(self, number: int, layers: _Globs, kinds: _Globs, steps: Steps) -> Iterator[pa.Table]:
-        for table in self.log.tables(self._condition(layers, kinds, steps)):
-            yield self._described(number, table)
-
-    def _described(self, number: int, table: pa.Table) -> pa.Table:
-        check_rows(table, len(self.streams), self.directory)
-        return described(table, self.streams, number, self.dropped.kept(table))
 
 
 def _by(shape: tuple[int, ...]) -> str:
