@@ -5,7 +5,8 @@ import signal
 import pytest
 import torch
 
-from hookrec import client, control
+from hookrec import client, control, recorder
+from tests.writer_in_process import WriterInProcess
 
 # A shell starts what it puts in the background with SIGINT ignored, and so would be what the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -26,6 +27,12 @@ def deterministic(one_thread):
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Writers that are no processes, so that a small recording takes milliseconds."""
+    monkeypatch.setattr(recorder, "WriterProcess", WriterInProcess)
 
 
 @pytest.fixture

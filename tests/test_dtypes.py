@@ -12,9 +12,8 @@ import hookrec.recorder
 import replay
 from replay.format import DTYPES, ML_DTYPES
 from replay.verify import verify
-from tests.writer_in_process import WriterInProcess
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_process")
 
 BYTES = torch.arange(256, dtype=torch.uint8)
 """In the floats of a byte: each value that there is, every NaN too."""
@@ -31,11 +30,6 @@ def layers() -> nn.Module:
     model = nn.Module()
     model._modules.update({name: nn.Identity() for name in sorted(DTYPES)})
     return model
-
-
-@pytest.fixture(autouse=True)
-def quick_writer(monkeypatch):
-    monkeypatch.setattr(hookrec.recorder, "WriterProcess", WriterInProcess)
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,8 @@ from torch.nn import functional
 import hookrec
 import hookrec.recorder
 import replay
-from tests.writer_in_process import WriterInProcess
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def quick_writer(monkeypatch):
-    monkeypatch.setattr(hookrec.recorder, "WriterProcess", WriterInProcess)
+pytestmark = pytest.mark.usefixtures("one_thread", "no_process")
 
 
 class Residual(nn.Module):

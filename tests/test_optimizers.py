@@ -7,14 +7,8 @@ from torch import nn
 import hookrec
 import hookrec.recorder
 import replay
-from tests.writer_in_process import WriterInProcess
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_writer")
-
-
-@pytest.fixture
-def quick_writer(monkeypatch):
-    monkeypatch.setattr(hookrec.recorder, "WriterProcess", WriterInProcess)
+pytestmark = pytest.mark.usefixtures("one_thread", "no_process")
 
 
 def ones(width: int = 2) -> nn.Module:

@@ -21,9 +21,7 @@ slow = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def _no_process(monkeypatch):
-    monkeypatch.setattr("hookrec.recorder.WriterProcess", WriterInProcess)
+pytestmark = pytest.mark.usefixtures("no_process")
 
 
 def record(path, model, *inputs, kinds=KINDS, training=True, autocast=None, **options):

@@ -11,14 +11,8 @@ import hookrec
 import hookrec.recorder
 import replay
 from hookrec import values
-from tests.writer_in_process import WriterInProcess
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(autouse=True)
-def quick_writer(monkeypatch):
-    monkeypatch.setattr(hookrec.recorder, "WriterProcess", WriterInProcess)
+pytestmark = pytest.mark.usefixtures("one_thread", "no_process")
 
 
 def passed_through(tmp_path, *tensors: Tensor, kinds: str = "output") -> replay.Trace:

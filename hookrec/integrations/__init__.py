@@ -6,7 +6,10 @@ skipped steps are what they are. None but the one that is used is imported.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hookrec.recorder import Recorder
 
 
 def resumed(options: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -17,8 +20,25 @@ def resumed(options: Mapping[str, Any], step: int) -> dict[str, Any]:
     return {**options, "resume": step} if options.get("resume") is True else dict(options)
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of some logged values that are numbers, or tensors of one."""
+def log(recorder: "Recorder | None", values: Mapping[str, Any]) -> None:
+    """Give a recorder, if it records, those of some logged values that are numbers, or tensors of one."""
+    if recorder is not None and recorder.active:
+        recorder.log(**_numbers(values))
+
+
+def pause(recorder: "Recorder | None") -> None:
+    """Leave out what runs from here on, if it is recorded."""
+    if recorder is not None and recorder.active:
+        recorder.pause()
+
+
+def resume(recorder: "Recorder | None") -> None:
+    """Record again; where nothing was left out, go on."""
+    if recorder is not None and recorder.active:
+        recorder.resume()
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     found = {}
     for name, value in values.items():
         try:

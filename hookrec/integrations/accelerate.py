@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker
 from torch import nn
 
-from hookrec.integrations import numbers
+from hookrec.integrations import log
 from hookrec.recorder import Recorder, attach
 
 
@@ -51,5 +51,4 @@ class _Tracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **more: Any) -> None:
         """Take numbers."""
-        if self._recorder.active:
-            self._recorder.log(**numbers(values))
+        log(self._recorder, values)

@@ -8,7 +8,7 @@ from typing import Any, Self
 from ignite.engine import Engine, Events
 from torch import nn
 
-from hookrec.integrations import numbers
+from hookrec.integrations import log, pause, resume
 from hookrec.recorder import Recorder, attach
 
 
@@ -63,22 +63,16 @@ class HookrecHandler:
         if self.recorder is not None and self.recorder.steps > self._steps:
             self._steps = self.recorder.steps
             output = engine.state.output
-            self._log(output if isinstance(output, Mapping) else {"loss": output})
+            log(self.recorder, output if isinstance(output, Mapping) else {"loss": output})
 
     def _log_metrics(self, engine: Engine) -> None:
-        self._log(engine.state.metrics)
-
-    def _log(self, values: Mapping[str, Any]) -> None:
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.log(**numbers(values))
+        log(self.recorder, engine.state.metrics)
 
     def _pause(self, engine: Engine) -> None:
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.pause()
+        pause(self.recorder)
 
     def _resume(self, engine: Engine) -> None:
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.resume()
+        resume(self.recorder)
 
     def _end(self, engine: Engine) -> None:
         if self.recorder is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hookrec.integrations import numbers, resumed
+from hookrec.integrations import log, pause, resume, resumed
 from hookrec.recorder import Recorder, attach
 
 if TYPE_CHECKING:
@@ -71,14 +71,12 @@ class HookrecCallback(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Leave the validation out."""
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.pause()
+        pause(self.recorder)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Log what it came to, and go on."""
         self._log(trainer)
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.resume()
+        resume(self.recorder)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Seal the trace."""
@@ -96,7 +94,7 @@ class HookrecCallback(Callback):
             # Old values stay there, as the same objects for the most part, and those of a step for a second look.
             now = dict(trainer.logged_metrics)
             new = {n: value for n, value in now.items() if value is not self._seen.get(n) and n not in self._said}
-            self.recorder.log(**numbers(new))
+            log(self.recorder, new)
             self._seen = now
             self._said |= new.keys()
 

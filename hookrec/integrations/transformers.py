@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from transformers import TrainerCallback
 
-from hookrec.integrations import numbers, resumed
+from hookrec.integrations import log, pause, resume, resumed
 from hookrec.recorder import Recorder, attach
 
 
@@ -47,29 +47,26 @@ class HookrecCallback(TrainerCallback):
             if state.global_step != self.recorder.steps:
                 self.recorder.log(global_step=state.global_step)
         if args.eval_on_start:
-            self.recorder.pause()
+            pause(self.recorder)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Record again: an evaluation is over."""
-        if self.recorder is not None:
-            self.recorder.resume()
+        resume(self.recorder)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Leave the evaluation out that this step, or the epoch, asks for."""
-        if control.should_evaluate and self.recorder is not None:
-            self.recorder.pause()
+        if control.should_evaluate:
+            pause(self.recorder)
 
     on_epoch_end = on_step_end
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Leave out the rest of an evaluation that was not announced."""
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.pause()
+        pause(self.recorder)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         """Take what the `Trainer` logs."""
-        if self.recorder is not None and self.recorder.active:
-            self.recorder.log(**numbers(logs or {}))
+        log(self.recorder, logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Seal the trace."""
