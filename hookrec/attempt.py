@@ -246,11 +246,11 @@ def _usable(plan: Mapping[str, Any], before: Predecessor) -> list[dict[str, Any]
         fits = not plan["tensors"] or (
             stream.location is not None and stream.codec == plan["compression"] and stream.location not in before.closed
         )
-        key = (stream.layer, stream.kind, stream.path, stream.dtype, stream.shape)
+        key = (stream.layer, stream.kind, stream.path, stream.dtype, stream.shape, *stream.whole)
         if fits and key in numbers:
             found[numbers[key]] = None
         if fits:
             numbers[key] = stream.id
-        names = ("id", "layer", "kind", "path", "dtype", "shape")
+        names = ("id", "layer", "kind", "path", "dtype", "shape", "whole")
         found.append({name: getattr(stream, name) for name in names} if fits else None)
     return found

@@ -43,7 +43,7 @@ class Capture:
         self._parts: dict[int, _Part] = {}  # by the number of a stream whose tensors are stored in part
         self._native = load_native()
         for number, facts in enumerate(ring.earlier_streams):
-            ring.streams[self._key_of(facts) if "layer" in facts else number] = facts
+            ring.streams[self._key_of(facts) or number] = facts
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
         self._memory_address = self._memory.data_ptr()
         # The rows are written by address, so the buffer must never be resized: the export of it sees to that.
@@ -51,9 +51,14 @@ class Capture:
         self._statistics_address = ctypes.addressof(self._rows) + ROW.size
         self._scratch = ctypes.create_string_buffer(STATISTICS.size)
 
-    def _key_of(self, facts: dict[str, Any]) -> tuple[object, ...]:
-        dtype = _DTYPES[facts["dtype"]]
-        return (self._renewed, facts["layer"], facts["kind"], facts["path"], dtype, torch.Size(facts["shape"]))
+    def _key_of(self, facts: dict[str, Any]) -> tuple[object, ...] | None:
+        """Return the key of an earlier stream; None if the plan now stores other parts of its tensors, or none."""
+        if "layer" not in facts:
+            return None
+        dtype, shape = facts["whole"]
+        if self._plan.stored(facts["kind"], dtype, tuple(shape)) != (facts["dtype"], tuple(facts["shape"])):
+            return None
+        return (self._renewed, facts["layer"], facts["kind"], facts["path"], _DTYPES[dtype], torch.Size(shape))
 
     def stream(self, layer: str, kind: str, path: str, dtype: torch.dtype, shape: torch.Size) -> int:
         """Return the number of the stream of such records; a new one is told to the writer with the next part."""
