@@ -245,14 +245,15 @@ def _usable(plan: Mapping[str, Any], before: Predecessor) -> list[dict[str, Any]
     found: list[dict[str, Any] | None] = []
     numbers: dict[tuple[object, ...], int] = {}
     for stream in before.streams:
-        fits = not plan["tensors"] or (
+        placed = (
             stream.location is not None and stream.codec == plan["compression"] and stream.location not in before.closed
         )
-        key = (stream.layer, stream.kind, stream.path, stream.dtype, stream.shape, *stream.whole)
+        fits = placed or not plan["tensors"]
+        key = (placed, stream.layer, stream.kind, stream.path, stream.dtype, stream.shape, *stream.whole)
         if fits and key in numbers:
             found[numbers[key]] = None
         if fits:
             numbers[key] = stream.id
         names = ("id", "layer", "kind", "path", "dtype", "shape", "whole")
-        found.append({name: getattr(stream, name) for name in names} if fits else None)
+        found.append({"placed": placed, **{name: getattr(stream, name) for name in names}} if fits else None)
     return found
