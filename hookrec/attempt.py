@@ -2,10 +2,10 @@
 
 Its writer process looks at what is there before anything is changed: a trace that is not whole, that somebody writes,
 or that does not fit is refused, and stays as it is. Then torn ends are cut off, the log is turned into Parquet, so that
-the attempt has segments of its own, and `end.json` goes, since the rank is not sealed any more.
+the attempt has segments of its own, and `end.json` is laid aside, since the rank is not sealed any more.
 
 The attempt gets its line in `attempts.jsonl` with its first commit. A training that fails again before it has ended a
-step supersedes nothing, and what was recorded last time is what readers see.
+step supersedes nothing, and what was recorded last time is what readers see, with its ending, whoever seals it.
 """
 
 import contextlib
@@ -22,18 +22,19 @@ from typing import Any
 from hookrec.provenance import provenance_of
 from hookrec.resume import SHARED_FILES, Predecessor, cut_torn_line
 from replay.attempts import read_attempts
-from replay.documents import read_end, read_identity, read_notes, read_scalars, read_triggers
+from replay.documents import read_end, read_identity, read_laid_aside, read_notes, read_scalars, read_triggers
 from replay.errors import ReplayError
 from replay.files import sync
 from replay.format import (
     ATTEMPTS_FILE,
     END_FILE,
+    LAID_ASIDE,
     TRACE_FILE,
 )
 from replay.hdf5_store import MASTER
 from replay.log import compact_all
 from replay.log_segments import segments_of
-from replay.seal import locked, seal
+from replay.seal import is_sealed, locked, seal, seal_abandoned
 from replay.stores import store_of
 
 _POLL_S = 0.1
@@ -97,6 +98,8 @@ class Attempt:
                 os.truncate(path, length)  # a line without a commit would hide what is there
             raise
         self.begun = True
+        with contextlib.suppress(OSError):  # the line has it
+            (directory / LAID_ASIDE.format(self.number - 1)).unlink(missing_ok=True)
 
     def marked(self, line: dict[str, Any]) -> dict[str, Any]:
         """Return a line for a file that all attempts share."""
@@ -106,13 +109,9 @@ class Attempt:
         """Finish the rank: as the attempt ended, or as the one before did if this has recorded nothing."""
         if self.begun:
             seal(directory, end["how"], end["detail"], end["books"], durable=durable)
-        elif self.before is not None:
-            before = self.before
-            how, detail, books = before["how"], before.get("detail"), before["books"]
-            seal(directory, how, detail, books, durable=durable, ended=before["time"])
         else:
             why = "the writer was gone; sealed by a later attempt, which recorded nothing"
-            seal(directory, "recovered", why, {}, durable=durable)
+            seal_abandoned(directory, why, durable=durable)
 
 
 @contextmanager
@@ -161,7 +160,7 @@ def take_up(directory: Path, config: dict[str, Any]) -> tuple[Attempt, Predecess
         _check_whole(directory)
         attempts = read_attempts(directory)
         before = Predecessor(directory, None, 0, attempts.last + 1)
-        end = read_end(directory)
+        end = read_end(directory) or read_laid_aside(directory)
         _check_fits(directory, config, before)
     except (ReplayError, ValueError, KeyError, IndexError) as error:
         raise CannotResume(f"it is damaged: {error} `replay verify {directory.parent}` shows all of it") from None
@@ -172,8 +171,11 @@ def take_up(directory: Path, config: dict[str, Any]) -> tuple[Attempt, Predecess
     for name in (*SHARED_FILES, ATTEMPTS_FILE):
         cut_torn_line(directory / name)
     compact_all(directory)
-    for name in (END_FILE, MASTER):
-        (directory / name).unlink(missing_ok=True)
+    (directory / MASTER).unlink(missing_ok=True)
+    if begins:
+        (directory / END_FILE).unlink(missing_ok=True)
+    elif is_sealed(directory):
+        (directory / END_FILE).replace(directory / LAID_ASIDE.format(attempts.last))
     number = 0 if begins else attempts.last + 1
     attempt = Attempt(number, first, end, begins, provenance_of(config))
     facts = {
@@ -243,14 +245,15 @@ def _usable(plan: Mapping[str, Any], before: Predecessor) -> list[dict[str, Any]
     found: list[dict[str, Any] | None] = []
     numbers: dict[tuple[object, ...], int] = {}
     for stream in before.streams:
-        fits = not plan["tensors"] or (
+        placed = (
             stream.location is not None and stream.codec == plan["compression"] and stream.location not in before.closed
         )
-        key = (stream.layer, stream.kind, stream.path, stream.dtype, stream.shape)
+        fits = placed or not plan["tensors"]
+        key = (placed, stream.layer, stream.kind, stream.path, stream.dtype, stream.shape, *stream.whole)
         if fits and key in numbers:
             found[numbers[key]] = None
         if fits:
             numbers[key] = stream.id
-        names = ("id", "layer", "kind", "path", "dtype", "shape")
-        found.append({name: getattr(stream, name) for name in names} if fits else None)
+        names = ("id", "layer", "kind", "path", "dtype", "shape", "whole")
+        found.append({"placed": placed, **{name: getattr(stream, name) for name in names}} if fits else None)
     return found

@@ -39,11 +39,11 @@ class Capture:
         self._wait = plan.when_full == "block"
         self._plan = plan
         self._keep_this_step = KEPT
-        self._renewed = 0  # how many times all streams were begun anew
+        self._placed = plan.tensors  # whether streams get a place in the store: from the first plan with tensors on
         self._parts: dict[int, _Part] = {}  # by the number of a stream whose tensors are stored in part
         self._native = load_native()
         for number, facts in enumerate(ring.earlier_streams):
-            ring.streams[self._key_of(facts) if "layer" in facts else number] = facts
+            ring.streams[self._key_of(facts) or number] = facts
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
         self._memory_address = self._memory.data_ptr()
         # The rows are written by address, so the buffer must never be resized: the export of it sees to that.
@@ -51,9 +51,15 @@ class Capture:
         self._statistics_address = ctypes.addressof(self._rows) + ROW.size
         self._scratch = ctypes.create_string_buffer(STATISTICS.size)
 
-    def _key_of(self, facts: dict[str, Any]) -> tuple[object, ...]:
-        dtype = _DTYPES[facts["dtype"]]
-        return (self._renewed, facts["layer"], facts["kind"], facts["path"], dtype, torch.Size(facts["shape"]))
+    def _key_of(self, facts: dict[str, Any]) -> tuple[object, ...] | None:
+        """Return the key of an earlier stream; None if the plan now stores other parts of its tensors, or none."""
+        if "layer" not in facts:
+            return None
+        dtype, shape = facts["whole"]
+        if self._plan.stored(facts["kind"], dtype, tuple(shape)) != (facts["dtype"], tuple(facts["shape"])):
+            return None
+        key = (facts["layer"], facts["kind"], facts["path"], _DTYPES[dtype], torch.Size(shape))
+        return (facts["placed"], *key)
 
     def stream(self, layer: str, kind: str, path: str, dtype: torch.dtype, shape: torch.Size) -> int:
         """Return the number of the stream of such records; a new one is told to the writer with the next part."""
@@ -65,8 +71,10 @@ class Capture:
             part = _Part(getattr(torch, stored_dtype), torch.Size(stored_shape))
         with self.lock:
             streams = self._ring.streams
+            key = (layer, kind, path, dtype, shape)
+            placed = self._placed or (True, *key) in streams
             # One call gives the number and announces it, so that Ctrl-C cannot come between.
-            known = streams.setdefault((self._renewed, layer, kind, path, dtype, shape), {"id": len(streams), **facts})
+            known = streams.setdefault((placed, *key), {"id": len(streams), "placed": placed, **facts})
             number: int = known["id"]
             if part is not None:
                 self._parts[number] = part
@@ -157,9 +165,9 @@ class Capture:
             Whether all streams are new from here on: those for which the store has no place cannot take tensors.
         """
         self._wait = plan.when_full == "block"
-        before, self._plan = self._plan, plan
-        anew = plan.tensors and not before.tensors
-        self._renewed += anew
+        self._plan = plan
+        anew = plan.tensors and not self._placed
+        self._placed |= anew
         return anew
 
     def begin_step(self, step: int) -> None:

@@ -7,7 +7,7 @@ import click
 
 import replay
 from replay.command_line import Commands, say
-from replay.seal import is_locked, is_sealed, locked, seal
+from replay.seal import is_locked, is_sealed, locked, seal_abandoned
 
 _ELSEWHERE = {
     "attach": "hookrec.control_commands:attach",
@@ -53,9 +53,7 @@ def recover(trace: Path) -> None:
         else:
             try:
                 with locked(directory):
-                    seal(
-                        directory, "recovered", "the writer was gone; sealed afterwards from the log", {}, durable=True
-                    )
+                    seal_abandoned(directory, "the writer was gone; sealed afterwards from the log", durable=True)
             except BlockingIOError:
                 say(f"rank {number} is being recorded; its writer will seal it")
                 continue

@@ -26,7 +26,7 @@ from replay.errors import ReplayError
 from replay.follow import Follower, Place
 from replay.format import ALERTS_FILE, END_FILE, LOCK_FILE, TRACE_FILE
 from replay.ranks import ranks_of
-from replay.seal import is_locked, is_sealed, locked, seal
+from replay.seal import is_locked, is_sealed, locked, seal_abandoned
 
 _LOOK_S = 0.5  # what reading one trace may take before the others get their turn
 _DONE_REST_S = 60.0
@@ -336,7 +336,7 @@ def _seal(rank: Path, journal: Journal) -> None:
     try:
         with locked(rank):
             if not is_sealed(rank):
-                seal(rank, "recovered", _DETAIL, {})
+                seal_abandoned(rank, _DETAIL)
                 journal.say("sealed", f"{rank}: {_DETAIL}", trace=str(rank.parent))
     except BlockingIOError:
         pass  # a writer came

@@ -159,8 +159,6 @@ class Writer:
         """Write down what a message says besides its rows."""
         if "plan" in facts:
             self._plan = facts["plan"]
-            if self._plan["tensors"] and self._store is None:
-                self._store = open_writer(self._plan["store"], self._directory)
         if "commit" in facts:
             self._attempt.begin(self._directory, self._log.segment, self._plan)
         if "model" in facts:
@@ -183,8 +181,10 @@ class Writer:
                 raise RuntimeError(f"stream {found['id']} was announced where stream {self._streams} is the next")
             shape, codec = tuple(found["shape"]), self._plan["compression"]
             of_shape = tuple(found["of_shape"]) if "of_shape" in found else None
-            stream = Stream(**{**found, "location": None, "shape": shape, "codec": codec, "of_shape": of_shape})
-            if self._store is not None:
+            facts = {name: value for name, value in found.items() if name != "placed"}
+            stream = Stream(**{**facts, "location": None, "shape": shape, "codec": codec, "of_shape": of_shape})
+            if found["placed"]:
+                self._store = self._store or open_writer(self._plan["store"], self._directory)
                 stream = self._places.place(stream)
             self._streams_file.write(stream.to_json() + "\n")
             self._add_to_store(stream)

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from replay.attempts import counted
+from replay.attempts import counted, read_attempts
 from replay.errors import TraceDamaged, TraceNotFound, TraceTooNew
 from replay.format import (
     END_FILE,
     FORMAT,
+    LAID_ASIDE,
     MODEL_FILE,
     NOTES_FILE,
     SCALARS_FILE,
@@ -81,7 +82,15 @@ def read_modules(rank_directory: Path) -> list[dict[str, Any]]:
 
 def read_end(rank_directory: Path) -> dict[str, Any] | None:
     """Return `end.json`; None if the rank is not sealed."""
-    path = rank_directory / END_FILE
+    return _end_in(rank_directory / END_FILE)
+
+
+def read_laid_aside(rank_directory: Path) -> dict[str, Any] | None:
+    """Return `end.json` of a rank that was taken up again and has no commit since; None if there was none."""
+    return _end_in(rank_directory / LAID_ASIDE.format(read_attempts(rank_directory).last))
+
+
+def _end_in(path: Path) -> dict[str, Any] | None:
     end = _read(path)
     if end is not None:
         _check(path, end, how=str, time=str, books=dict)

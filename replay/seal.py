@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.attempts import Attempts
+from replay.attempts import Attempts, read_attempts
+from replay.documents import read_laid_aside
 from replay.files import sync_tree
 from replay.format import (
     END_FILE,
     KEPT,
+    LAID_ASIDE,
     LOCK_FILE,
     STREAMS_FILE,
     Rows,
@@ -114,6 +116,22 @@ def seal(
     if durable:
         sync_tree(rank_directory)
     write_whole(rank_directory / END_FILE, json.dumps(end, indent=1) + "\n", durable=durable)
+
+
+def seal_abandoned(rank_directory: Path, detail: str, *, durable: bool = False) -> None:
+    """Finish a rank whose writer is gone: as it was, if an attempt took it up again and has recorded nothing.
+
+    Args:
+        rank_directory: the rank; its writer's lock is held by the caller.
+        detail: a sentence for a rank that never was finished.
+        durable: as of `seal`.
+    """
+    end = read_laid_aside(rank_directory)
+    if end is None:
+        seal(rank_directory, "recovered", detail, {}, durable=durable)
+        return
+    seal(rank_directory, end["how"], end.get("detail"), end["books"], durable=durable, ended=end["time"])
+    (rank_directory / LAID_ASIDE.format(read_attempts(rank_directory).last)).unlink(missing_ok=True)
 
 
 def totals(columns: Mapping[str, NDArray[Any]], attempts: Attempts) -> dict[str, int]:

@@ -80,7 +80,7 @@ def test_a_ring_that_is_full_drops_whole_steps_and_says_so(tmp_path):
 def test_a_dropped_step_leaves_the_tensors_of_the_step_before(tmp_path):
     """The last part of one step and the first of the next come together, and then the next one is dropped."""
     memory = memoryview(mmap.mmap(-1, 1 << 20))
-    stream = {"id": 0, "layer": "0", "kind": "output", "path": "", "dtype": "uint8", "shape": [4096]}
+    stream = {"id": 0, "placed": True, "layer": "0", "kind": "output", "path": "", "dtype": "uint8", "shape": [4096]}
     rows = np.zeros(1, writer._ROW_DTYPE)
     rows["nbytes"], rows["checksum"] = 4096, -1
 
@@ -111,7 +111,7 @@ def sent_at_once(path, memory, steps, **plan):
     (path / "rank-00000").mkdir()
     facts = {"tensors": True, "store": "zarr", "compression": None, "max_bytes": 1 << 40, "keep_free": 0}
     one = writer.Writer(path / "rank-00000", {**facts, "durability": "process", **plan}, memory)
-    stream = {"id": 0, "layer": "0", "kind": "output", "path": "", "dtype": "uint8", "shape": [4096]}
+    stream = {"id": 0, "placed": True, "layer": "0", "kind": "output", "path": "", "dtype": "uint8", "shape": [4096]}
     messages = []
     for step in range(steps):
         row = np.zeros(1, writer._ROW_DTYPE)

@@ -200,3 +200,35 @@ def test_a_line_that_stores_more_rows_than_there_were_is_named(tmp_path):
     problems = list(verify(tmp_path / "a"))
 
     assert any("no first rows of" in problem.message for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"tensor_rows": 2}, {"tensor_rows": 2}),
+        pytest.param({"tensor_rows": 2, "tensor_dtype": "float16"}, {}, marks=pytest.mark.slow),
+        pytest.param({}, {"tensor_rows": 2, "tensor_dtype": "float16"}, marks=pytest.mark.slow),
+        pytest.param({"tensor_dtype": "bfloat16"}, {"tensor_dtype": "float16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_training_that_is_resumed_tells_a_whole_tensor_from_a_part_of_that_shape(tmp_path, before, after):
+    """What is stored of 3, 4 and 5 rows is alike, and so are 2 rows that are the whole; each shape comes twice."""
+    lengths, path = (4, 2, 3, 5), tmp_path / "a"
+
+    for first, plan in ((0, before), (4, after)):
+        model = nn.Sequential(nn.Identity())
+        with hookrec.attach(model, path, keep_free=0, kinds="output", clock="manual", resume=first, **plan) as recorder:
+            for length in lengths:
+                model(torch.full((length, 3), 1 / 3))
+                recorder.step()
+
+    trace = replay.open(path)
+    assert list(verify(path)) == []
+    assert [record["shape"] for record in trace.records().to_pylist()] == [[length, 3] for length in lengths * 2]
+    for step, length in enumerate(lengths * 2):
+        plan = before if step < 4 else after
+        stored = torch.full((min(length, plan.get("tensor_rows", 5)), 3), 1 / 3)
+        expected = stored.to(getattr(torch, plan.get("tensor_dtype", "float32"))).float()
+        np.testing.assert_array_equal(trace.tensor(step, "0").astype(np.float32), expected)
+    if before == after:
+        assert len((path / "rank-00000/streams.jsonl").read_text().splitlines()) == len(lengths)

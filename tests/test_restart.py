@@ -1,5 +1,6 @@
 """The writer process may die at any moment: the training does not notice, and another loses and doubles nothing."""
 
+import contextlib
 import json
 import os
 import random
@@ -310,6 +311,37 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert trace.status == "torn"
     assert trace.steps == list(range(50))
     assert recorded(trace)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "killed_at"),
+    [(True, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, None), (True, 9), (False, 5)))],
+)
+def test_tensors_may_be_switched_off_and_on_again_and_again(tmp_path, tensors, killed_at):
+    """Four lengths, of which two share a place; they are switched every fourth step."""
+    path, model = tmp_path / "a", nn.Sequential(nn.Identity())
+    kept = [step for step in range(24) if (step // 4 % 2 == 0) == tensors]
+    with (
+        contextlib.nullcontext()
+        if killed_at is None
+        else pytest.warns(hookrec.HookrecWarning, match="another goes on"),
+        hookrec.attach(model, path, keep_free=0, kinds="output", clock="manual", tensors=tensors) as recorder,
+    ):
+        for step in range(24):
+            if step == killed_at:
+                process_of(recorder).kill()
+                process_of(recorder).wait()
+            if step % 4 == 3:
+                wanted = step + 1 in kept
+                recorder.at_boundary(lambda wanted=wanted: recorder.change({"tensors": wanted}))
+            model(torch.full((1 + step % 4, 3), float(step)))
+            recorder.step()
+
+    trace = replay.open(path)
+    assert list(verify(path)) == []
+    assert trace.steps == list(range(24))
+    assert trace.records(where="kept")["step"].to_pylist() == kept
+    assert all(trace.tensor(step, "0").tolist() == [[step] * 3] * (1 + step % 4) for step in kept)
 
 
 @pytest.mark.parametrize("store", ["zarr", "hdf5"])

@@ -23,6 +23,8 @@ from torch import nn
 import hookrec
 import replay
 from hookrec.cli import main as hookrec_main
+from hookrec.journal import Journal
+from hookrec.watched import _seal
 from replay.alerts import read_alerts
 from replay.attempts import Attempt, Attempts
 from replay.cli import main
@@ -412,6 +414,61 @@ def test_an_attempt_that_records_nothing_leaves_what_counts(tmp_path):
     assert recorded(trace) == records
     assert len(trace.attempts) == 1
     assert list(verify(path)) == []
+
+
+def take_up_and_die(path: Path) -> None:
+    """Begin an attempt; both are gone before it has a commit."""
+    recorder = hookrec.attach(Training().model, path, keep_free=0, resume=2, restart=0)
+    recorder._recording._writer._process.kill()
+    recorder._recording._writer._process.wait()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recorder.detach()
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        "hookrec recover",
+        pytest.param("an attempt", marks=pytest.mark.slow),
+        pytest.param("the daemon", marks=pytest.mark.slow),
+    ],
+)
+def test_the_ending_of_an_attempt_outlives_later_ones_that_were_killed_before_a_commit(tmp_path, by):
+    path = tmp_path / "a"
+    record(path, range(6))
+    rank, records = path / "rank-00000", recorded(replay.open(path))
+    end, there = (rank / "end.json").read_bytes(), {file.name for file in rank.iterdir()}
+
+    take_up_and_die(path)
+    if by != "hookrec recover":
+        take_up_and_die(path)
+    assert replay.open(path).status == "torn"
+    if by == "an attempt":
+        hookrec.attach(Training().model, path, keep_free=0, resume=2).detach()
+    elif by == "the daemon":
+        _seal(rank, Journal())
+    else:
+        assert CliRunner().invoke(hookrec_main, ["recover", str(path)]).exit_code == 0
+
+    assert (rank / "end.json").read_bytes() == end
+    assert {name for name in (file.name for file in rank.iterdir()) if name.endswith(".json")} <= there
+    assert (recorded(replay.open(path)), list(verify(path))) == (records, [])
+
+
+@pytest.mark.slow
+def test_an_attempt_that_commits_knows_the_ending_before_those_that_were_killed(tmp_path):
+    path = tmp_path / "a"
+    record(path, range(6), save_at=2)
+    end = replay.open(path).endings[0]
+    take_up_and_die(path)
+
+    record(path, range(2, 4), checkpoint=tmp_path / "checkpoint", resume=2)
+
+    trace = replay.open(path)
+    assert [one["ended"] for one in trace.attempts] == [end, trace.endings[0]]
+    assert trace.endings[0]["steps"] == 4
+    assert list((path / "rank-00000").glob("end-*")) == []
 
 
 @pytest.mark.slow
