@@ -71,7 +71,7 @@ class Held:
             OSError: as `Writer.take`.
         """
         due: list[Due] = []
-        needed = False
+        needed = 0
         for message in messages:
             (_, all_rows, _) = message
             ((position, rows, facts),) = [message] if self._before is None else self._before.only_new([message])
@@ -83,7 +83,7 @@ class Held:
             part = Part((position, rows, rest), position, _ring_bytes(rows), len(rows) > 0, facts.get("commit"))
             due += self._add(part, fired)
             if "need" in facts:
-                needed = True
+                needed = max(needed, facts["need"])
                 due += self._flight.free(facts["need"])
             if "end" in facts:
                 due += self._end(facts["end"])
@@ -96,7 +96,7 @@ class Held:
             OSError: as `Writer.take`.
         """
         if not self._ended:
-            self._pass_on(self._end(self._writer.end), needed=False)
+            self._pass_on(self._end(self._writer.end), needed=0)
         for name in sorted(self._triggers.unheard):
             self._writer.note(f"a trigger asks for {name!r}, and no number of that name was logged")
         self._triggers.close()
@@ -125,13 +125,13 @@ class Held:
             first = min((step for step in kept if step <= one.step), default=None)
             self._triggers.write(one, first)
 
-    def _pass_on(self, due: list[Due], needed: bool) -> None:
+    def _pass_on(self, due: list[Due], needed: int) -> None:
         for part, fate in due:
             if fate is not Fate.KEEP:
                 rows = part.message[1]
                 rows["kept"][rows["kept"] == KEPT] = _CODES[fate]
         if due or needed:
-            self._writer.take([part.message for part, _ in due], let_go=needed)
+            self._writer.take([part.message for part, _ in due], needed=needed)
 
 
 def _ring_bytes(rows: NDArray[Any]) -> int:

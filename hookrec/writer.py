@@ -119,13 +119,13 @@ class Writer:
             self._add_to_store(stream, before.rows[stream.id] if before else 0)
         self.end: dict[str, Any] = {"how": "died", "detail": _DIED, "books": {}}
 
-    def take(self, messages: Sequence[Message], *, let_go: bool = False) -> None:
+    def take(self, messages: Sequence[Message], *, needed: int = 0) -> None:
         """Take parts of steps; commit the steps whose last part is among them.
 
         Args:
             messages: the parts.
-            let_go: give back the ring of whatever was taken, since the training waits for it. Else what is not
-                committed stays there as long as it is less than half, for the case that another writer has to go on.
+            needed: position up to which the training waits for the ring. What is not committed stays there unless
+                that is waited for, or is more than half of the ring, for the case that another writer has to go on.
 
         Raises:
             OSError: what cannot be done without could not be written; what was not committed before is not now.
@@ -151,7 +151,7 @@ class Writer:
             self._commit()
         if step_begin < len(parts):
             self._pending.append(self._write_tensors(np.concatenate(parts[step_begin:])))
-        let_go = let_go or self._unreleased_bytes > len(self._memory) // 2
+        let_go = needed > self._committed or self._unreleased_bytes > len(self._memory) // 2
         self._control.released = max(self._control.released, self._taken if let_go else self._committed)
         self._control.committed = self._messages
 
@@ -422,8 +422,8 @@ def main(memory_fd: int, socket_fd: int) -> int:
                 if held is not None:
                     held.take(messages)
                     continue
-                needed = any("need" in facts for _, _, facts in messages)
-                writer.take(messages if before is None else before.only_new(messages), let_go=needed)
+                needed = max(facts.get("need", 0) for _, _, facts in messages)
+                writer.take(messages if before is None else before.only_new(messages), needed=needed)
             if held is not None:
                 held.finish()
         except Exception as error:

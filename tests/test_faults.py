@@ -106,6 +106,17 @@ def test_a_dropped_step_leaves_the_tensors_of_the_step_before(tmp_path):
     assert data[:, 0].tolist() == [1, 4]
 
 
+@pytest.mark.parametrize(("needed", "given_back"), [(0, 4096), (4096, 4096), (4097, 8192)])
+def test_what_is_not_committed_stays_in_the_ring_unless_the_training_waits_for_it(tmp_path, needed, given_back):
+    one, messages = sent_at_once(tmp_path, memoryview(mmap.mmap(-1, 1 << 20)), 2)
+    del messages[1][2]["commit"]
+
+    one.take(messages, needed=needed)
+
+    assert one._control.released == given_back
+    one.finish()
+
+
 def sent_at_once(path, memory, steps, **plan):
     """A writer, and messages of a step of one tensor of 4096 bytes each."""
     (path / "rank-00000").mkdir()
