@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from hookrec.attempt import Attempt
 from hookrec.flight import Due, Fate, Flight, Kept, Part
-from hookrec.resume import Message, Predecessor
+from hookrec.messages import Message
+from hookrec.resume import Predecessor
 from hookrec.ring import DIRECT_BYTES, KEPT, NOT_TRIGGERED, PAGE, RING_FULL
 from hookrec.triggers import Fired, Triggers
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hookrec.messages import Message
 from hookrec.ring import KEPT, LOST
 from replay import format as trace_format
 from replay.dropping import read_dropped
@@ -35,9 +36,6 @@ SHARED_FILES = (
     trace_format.TRIGGERS_FILE,
 )
 """The files to which each writer of a rank appends lines."""
-
-Message = tuple[int, NDArray[Any], dict[str, Any]]
-"""Position in the ring after it, rows, facts."""
 
 
 class Predecessor:

@@ -23,6 +23,6 @@ def _load(name: str) -> None:
 if __name__ == "__main__":
     _load("hookrec")
     _load("replay")
-    from hookrec.writer import main
+    from hookrec.writer_main import main
 
     sys.exit(main(*map(int, sys.argv[1:])))

@@ -1,24 +1,15 @@
-"""The writer process: takes what a training sends, writes tensors, then commits the step.
+"""What becomes of the messages of a training: tensors are written, then the step is committed.
 
-It is a process of its own so that writing costs the training neither its GIL nor a page cache, and so that there is
-somebody left when the training is killed: it then takes what is still in the socket and the ring, commits the steps
-that are whole and seals the trace. It never imports torch.
+The order is what a crash at any moment rests on. First come the tables that a record refers to and the tensors, then
+the records of a step by one write; until then nobody sees them. Then the ring is given back.
 """
 
 import contextlib
-import errno
 import json
 import math
-import mmap
 import os
 import resource
-import select
-import signal
-import socket
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +17,11 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from hookrec.attempt import Attempt, CannotResume, changes_of_plan, locked_soon, take_up
-from hookrec.held import Held
-from hookrec.provenance import write_trace_file
-from hookrec.resume import SHARED_FILES, Message, Predecessor, cut_torn_line
-from hookrec.ring import KEPT, LIMIT, MESSAGE, PAGE, RING_FULL, ROW, ROW_BYTES, STORE_FAILED, Control
+from hookrec.attempt import Attempt
+from hookrec.messages import Message
+from hookrec.resume import Predecessor
+from hookrec.ring import KEPT, RING_FULL, STORE_FAILED, Control
+from hookrec.room import Room
 from replay import format as trace_format
 from replay.files import sync
 from replay.format import STATISTICS, Placed, Stream
@@ -38,30 +29,7 @@ from replay.log import LogWriter
 from replay.places import Places
 from replay.stores import open_writer
 
-_ROW_DTYPE = np.dtype(
-    [
-        *(("step", "<i8"), ("stream", "<i4"), ("call", "<i4"), ("micro", "<i4"), ("mode", "u1"), ("kept", "u1")),
-        *(("unused", "<u2"), ("place", "<i8"), ("nbytes", "<i8"), ("checksum", "<i8")),
-        *((name, "<i8") for name in STATISTICS[:5]),
-        *((name, "<f8") for name in STATISTICS[5:]),
-    ]
-)
-assert _ROW_DTYPE.itemsize == ROW_BYTES
-assert _ROW_DTYPE.fields is not None
-assert _ROW_DTYPE.fields["numel"][1] == ROW.size
-
-# To be woken by each small step takes a core from the training in the middle of it, and to write each small record by
-# itself costs more than its bytes. So the writer rests when it has caught up, and then takes the steps that came
-# together. A ring that would be full by then (at 8 GB/s) gets a shorter rest. Where there are fewer cores than threads,
-# the training goes first.
-_REST_S = 0.025
-_RING_BYTES_A_SECOND = 8e9
-_NICE = 10
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_LOOK_AGAIN_S = 2.0
-_STEPS_OF_ROOM = 4
-"""Tensors begin again when there is room for so many steps, and after each time for twice as many: no flapping."""
+DIED = "the training process disappeared without detaching: it was killed, or crashed in native code"
 
 
 class Writer:
@@ -104,20 +72,15 @@ class Writer:
         self._notes_file = _appending(directory / trace_format.NOTES_FILE)
         self._pending: list[dict[str, NDArray[Any]]] = []
         self._uncommitted: dict[int, int] = {}  # of streams with rows that are not committed: how many are
-        self._bytes = before.nbytes if before else 0
+        self._room = Room(directory, plan, self._control, before.nbytes if before else 0, self.note)
         self._taken = self._committed = self._control.released  # positions in the ring
         self._messages = self._control.committed
-        self._limit_step: int | None = None  # the last whose tensors are kept, where a limit was reached
-        self._may_begin_again = False
-        self._stops = 0
-        self._look_again = 0.0
-        self._step_bytes = 0  # of tensors in the largest commit
         self._not_in_store: list[tuple[Stream, int]] = []
         self._unacknowledged = 0  # messages that were taken and not committed
         self._unreleased_bytes = 0  # of tensors that were taken and not committed
         for stream in before.streams if before else ():
             self._add_to_store(stream, before.rows[stream.id] if before else 0)
-        self.end: dict[str, Any] = {"how": "died", "detail": _DIED, "books": {}}
+        self.end: dict[str, Any] = {"how": "died", "detail": DIED, "books": {}}
 
     def take(self, messages: Sequence[Message], *, needed: int = 0) -> None:
         """Take parts of steps; commit the steps whose last part is among them.
@@ -158,11 +121,11 @@ class Writer:
     def take_facts(self, facts: dict[str, Any]) -> None:
         """Write down what a message says besides its rows."""
         if "plan" in facts:
-            self._plan = facts["plan"]
+            self._plan = self._room.plan = facts["plan"]
         if "commit" in facts:
             self._attempt.begin(self._directory, self._log.segment, self._plan)
         if "model" in facts:
-            _write_model_file(self._directory, facts["model"], durable=self._durable)
+            write_model_file(self._directory, facts["model"], durable=self._durable)
         self._add_streams(facts.get("streams", ()))
         for note in facts.get("notes", ()):
             self._write_note(note)
@@ -198,8 +161,7 @@ class Writer:
                 self._store.add(stream, rows)
             except OSError as error:
                 self._not_in_store.append((stream, rows))
-                self._may_begin_again |= error.errno in _NO_ROOM
-                self._stop_tensors(STORE_FAILED, error)
+                self._room.fail(error)
 
     def _write_tensors(self, rows: NDArray[Any]) -> dict[str, NDArray[Any]]:
         """Write the tensors of some parts; return the columns of their records.
@@ -212,7 +174,7 @@ class Writer:
         columns["row"] = np.full(count, -1, np.int64)
         columns["offset"] = np.full(count, -1, np.int64)
         columns["crc32c"] = np.zeros(count, np.uint32)
-        self._apply_limit(columns)
+        self._room.leave_out(columns)
         kept = np.flatnonzero(columns["kept"] == KEPT)
         order = kept[np.argsort(columns["stream"][kept], kind="stable")]
         ends = (np.flatnonzero(np.diff(columns["stream"][order], append=-1)) + 1).tolist()
@@ -225,8 +187,7 @@ class Writer:
             except OSError as error:
                 found += [Placed(-1, -1, 0)] * (end - begin)
                 columns["kept"][order[begin:end]] = STORE_FAILED
-                self._may_begin_again |= error.errno in _NO_ROOM
-                self._stop_tensors(STORE_FAILED, error)
+                self._room.fail(error)
             begin = end
         if found:
             placed = np.array(found, np.int64).T
@@ -238,20 +199,8 @@ class Writer:
             checksums[i] = google_crc32c.value(self._readable[place : place + int(rows["nbytes"][i])])
         failed = columns["kept"] != KEPT
         columns["nbytes"][failed] = checksums[failed] = 0
-        self._bytes += int(columns["nbytes"].sum())
+        self._room.nbytes += int(columns["nbytes"].sum())
         return columns
-
-    def _apply_limit(self, columns: dict[str, NDArray[Any]]) -> None:
-        """Keep no tensor of the steps behind the one in which a limit was reached, though the ring still has them."""
-        kept = columns["kept"] == KEPT
-        nbytes = np.cumsum(np.where(kept, columns["nbytes"], 0))
-        self._step_bytes = max(self._step_bytes, int(nbytes[-1]) if len(nbytes) else 0)
-        if self._limit_step is None and self._plan["compression"] is None:  # else the bytes are not known yet
-            past = np.flatnonzero(self._bytes + nbytes > self._plan["max_bytes"])
-            if len(past):
-                self._limit_step = int(columns["step"][past[0]])
-        if self._limit_step is not None:
-            columns["kept"][kept & (columns["step"] > self._limit_step)] = LIMIT
 
     def _write_stream(self, stream: int, places: list[int]) -> list[Placed]:
         """Write the tensors of a stream; return where each is.
@@ -259,7 +208,7 @@ class Writer:
         Raises:
             OSError: they were not written.
         """
-        if self._store is None or self._control.stop_tensors == STORE_FAILED:
+        if self._store is None or self._room.store_failed:
             raise OSError("the store has failed before")
         if stream not in self._uncommitted:
             self._uncommitted[stream] = self._store.rows(stream)
@@ -274,11 +223,18 @@ class Writer:
             if self._durable:
                 self._bring_to_disk(columns)
             self._log.append(columns)
-        if self._store is not None and not self._control.stop_tensors:
-            self._check_limits(int(columns["step"].max()) if len(columns["step"]) else -1)
-        elif self._may_begin_again and time.monotonic() >= self._look_again:
-            self._look_again = time.monotonic() + _LOOK_AGAIN_S
-            self._begin_again()
+        if self._store is not None:
+            self._room.look(int(columns["step"].max(initial=-1)), self._add_to_store_again)
+
+    def _add_to_store_again(self) -> None:
+        """Give those streams a place that got none while the disk was full.
+
+        Raises:
+            OSError: it is still full.
+        """
+        while self._not_in_store and self._store is not None:
+            self._store.add(*self._not_in_store[0])
+            self._not_in_store.pop(0)
 
     def _bring_to_disk(self, columns: dict[str, NDArray[Any]]) -> None:
         """Bring to the disk itself what a commit names, before it is there: tensors, then the tables."""
@@ -287,15 +243,14 @@ class Writer:
                 self._store.sync()
             except OSError as error:
                 self._take_back(columns, STORE_FAILED)
-                self._may_begin_again = False  # what a failed sync has lost is not known
-                self._stop_tensors(STORE_FAILED, error)
+                self._room.fail(error, for_good=True)  # what a failed sync has lost is not known
         for file in (self._streams_file, self._scalars_file, self._notes_file):
             os.fdatasync(file.fileno())
 
     def _take_back(self, columns: dict[str, NDArray[Any]], why: int) -> None:
         """Turn records into such as have no tensor."""
         columns["kept"][columns["kept"] == KEPT] = why
-        self._bytes -= int(columns["nbytes"].sum())
+        self._room.nbytes -= int(columns["nbytes"].sum())
         columns["row"][:] = columns["offset"][:] = -1
         columns["nbytes"][:] = columns["crc32c"][:] = 0
 
@@ -310,49 +265,6 @@ class Writer:
         assert self._store is not None
         for stream, count in self._uncommitted.items():
             self._store.rewind(stream, count)
-
-    def _check_limits(self, step: int = -1) -> None:
-        """Stop the tensors behind a step if a limit is reached."""
-        if self._bytes > self._plan["max_bytes"]:
-            self._limit_step = step if self._limit_step is None else self._limit_step
-            self._stop_tensors(
-                LIMIT,
-                f"max_bytes={self._plan['max_bytes']:,} was reached in step {self._limit_step}, which is kept whole; "
-                f"there are {self._bytes:,} bytes of tensors",
-            )
-            return
-        disk = os.statvfs(self._directory)
-        if disk.f_bavail < self._plan["keep_free"] * disk.f_blocks:
-            free = disk.f_bavail * disk.f_frsize / 1e9
-            self._limit_step, self._may_begin_again = step, True
-            self._stop_tensors(
-                LIMIT, f"{free:.1f} GB are free on the disk, less than keep_free={self._plan['keep_free']}"
-            )
-
-    def _stop_tensors(self, why: int, reason: object) -> None:
-        if not self._control.stop_tensors:
-            self._control.stop_tensors = why
-            self._stops += 1
-            self._look_again = time.monotonic() + _LOOK_AGAIN_S
-            self.note(f"from here on statistics only: {reason}")
-
-    def _begin_again(self) -> None:
-        """Take tensors again if there is room for some steps: by trying, since a quota shows in no other way."""
-        need = _STEPS_OF_ROOM * 2**self._stops * self._step_bytes
-        disk = os.statvfs(self._directory)
-        if disk.f_bavail - need / disk.f_frsize < self._plan["keep_free"] * disk.f_blocks:
-            return
-        try:
-            with tempfile.TemporaryFile(dir=self._directory) as file:
-                os.posix_fallocate(file.fileno(), 0, need + mmap.PAGESIZE)
-            while self._not_in_store and self._store is not None:
-                self._store.add(*self._not_in_store[0])
-                self._not_in_store.pop(0)
-        except OSError:
-            return
-        self._limit_step, self._may_begin_again = None, False
-        self._control.stop_tensors = 0
-        self.note("there is room on the disk again: tensors are kept from the next step on")
 
     def note(self, note: str) -> None:
         """Write down what concerns all layers."""
@@ -373,7 +285,7 @@ class Writer:
                 with contextlib.suppress(OSError):  # one that we may not read has been there before us
                     sync(folder)
         if self._store is not None:
-            self._check_limits()
+            self._room.look_at_limits()
 
     def finish(self) -> None:
         """Close the files and seal the trace."""
@@ -388,187 +300,13 @@ class Writer:
         self._attempt.seal(self._directory, {**self.end, "books": books}, durable=self._durable)
 
 
-_DIED = "the training process disappeared without detaching: it was killed, or crashed in native code"
-
-
-def main(memory_fd: int, socket_fd: int) -> int:
-    """Run the writer on inherited file descriptors; the configuration comes on standard input."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # what ends the training ends us only after we are done
-    config = json.load(sys.stdin)
-    os.nice(_NICE)
-    connection = socket.socket(fileno=socket_fd)
-    training = os.pidfd_open(config["pid"])
-    memory = memoryview(mmap.mmap(memory_fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
-    directory = Path(config["directory"])
-    _raise_file_limit()
-    with contextlib.ExitStack() as stack:
-        answer: dict[str, Any] = {}
-        try:
-            stack.enter_context(locked_soon(directory, (config.get("attempt") or {}).get("wait_s", 0.0)))
-            writer, before, attempt, answer = _begin(directory, config, memory)
-        except CannotResume as error:
-            connection.sendall(json.dumps({"refused": str(error)}).encode() + b"\n")
-            return 1
-        except Exception as error:
-            connection.sendall(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode() + b"\n")
-            return 1
-        connection.sendall(json.dumps(answer).encode() + b"\n")
-        try:
-            held = None
-            if config["plan"]["flight"] is not None:
-                held = Held(directory, config["plan"], len(memory) - PAGE, writer, before, attempt)
-            for messages in _Source(connection, training, len(memory)):
-                if held is not None:
-                    held.take(messages)
-                    continue
-                needed = max(facts.get("need", 0) for _, _, facts in messages)
-                writer.take(messages if before is None else before.only_new(messages), needed=needed)
-            if held is not None:
-                held.finish()
-        except Exception as error:
-            # Another writer would do no better: neither a full disk nor a fault of ours goes away by that.
-            why = f"the trace could not be written: {_words(error)}"
-            with contextlib.suppress(OSError):  # that file may be on the same disk
-                print(why, file=sys.stderr, flush=True)
-            Control(memory).failed = True
-            writer.end = {"how": "failed", "detail": why, "books": {}}
-        connection.close()
-        try:
-            writer.finish()
-        except Exception as error:
-            print(f"the trace could not be sealed: {_words(error)}", file=sys.stderr)
-            return 1
-    return 0
-
-
-def _begin(
-    directory: Path, config: dict[str, Any], memory: memoryview
-) -> tuple[Writer, Predecessor | None, Attempt, dict[str, Any]]:
-    """Return the writer, what was there before it, the attempt that it records, and the answer to the training.
-
-    Raises:
-        CannotResume: as `take_up`.
-    """
-    before = None
-    answer: dict[str, Any] = {}
-    succeeds = "predecessor" in config
-    if succeeds:
-        attempt = Attempt.of(config, directory)
-        for name in SHARED_FILES:
-            cut_torn_line(directory / name)
-        before = Predecessor(directory, config["predecessor"], Control(memory).released, attempt.number)
-    elif config.get("attempt") is not None:
-        attempt, before, answer = take_up(directory, config)
-    else:
-        attempt = Attempt()
-    try:
-        if config["trace"] is not None and not (before and (directory.parent / trace_format.TRACE_FILE).exists()):
-            write_trace_file(directory.parent, config)
-        changes = changes_of_plan(directory, config["plan"]) if attempt.number and not succeeds else None
-        if not succeeds:
-            _write_model_file(directory, config["model"])
-        writer = Writer(directory, config["plan"], memory, before, attempt)
-        writer.begin()
-    except Exception:
-        if attempt.number and not attempt.begun:
-            with contextlib.suppress(Exception):
-                attempt.seal(directory, {}, durable=False)  # as it was before we came
-        raise
-    if succeeds:
-        writer.note(f"the writer process is gone ({config['predecessor']['why']}); another goes on from here")
-    if changes is not None:
-        writer.note(f"resumed from step {attempt.first_step} on by another plan: {changes}")
-    return writer, before, attempt, answer
-
-
-class _Source:
-    """What the training sends, until it says goodbye or is gone: lists of whole messages that came together.
-
-    Processes that the training has forked may hold its end of the socket open, so its death is watched too.
-    """
-
-    def __init__(self, connection: socket.socket, training: int, memory_bytes: int) -> None:
-        self._connection = connection
-        self._training = training
-        self._rest_s = min(_REST_S, memory_bytes / _RING_BYTES_A_SECOND)
-        self._together_bytes = memory_bytes // 16
-        self._poll = select.poll()
-        self._poll.register(connection, select.POLLIN)
-        self._poll.register(training, select.POLLIN)
-        self._buffer = bytearray()
-        connection.setblocking(False)
-
-    def __iter__(self) -> Iterator[list[Message]]:
-        dead = False
-        position = 0
-        while True:
-            open_ = self._receive()
-            messages: list[Message] = []
-            for message in self._parse():
-                messages.append(message)
-                # The training may be waiting for the memory of these.
-                if message[0] - position >= self._together_bytes:
-                    yield messages
-                    messages, position = [], message[0]
-            if messages:
-                yield messages
-                position = messages[-1][0]
-                if "end" in messages[-1][2]:
-                    return
-            if dead or not open_:
-                return
-            time.sleep(self._rest_s)
-            # Death is looked at before the socket is read again: what was sent before it is there.
-            dead = any(fd == self._training for fd, _ in self._poll.poll())
-
-    def _receive(self) -> bool:
-        """Read what is there; return whether more may come."""
-        while True:
-            try:
-                data = self._connection.recv(1 << 18)
-            except BlockingIOError:
-                return True
-            except ConnectionResetError:
-                return False
-            if not data:
-                return False
-            self._buffer += data
-
-    def _parse(self) -> Iterator[Message]:
-        """Take whole messages out of the buffer."""
-        begin = 0
-        while len(self._buffer) - begin >= MESSAGE.size:
-            position, count, text_bytes = MESSAGE.unpack_from(self._buffer, begin)
-            rows_begin = begin + MESSAGE.size
-            text_begin = rows_begin + count * ROW_BYTES
-            if text_begin + text_bytes > len(self._buffer):
-                break
-            begin = text_begin + text_bytes
-            rows = np.frombuffer(self._buffer[rows_begin:text_begin], _ROW_DTYPE)
-            yield position, rows, json.loads(self._buffer[text_begin:begin]) if text_bytes else {}
-        del self._buffer[:begin]
-
-
-def _write_model_file(directory: Path, model: dict[str, Any], *, durable: bool = False) -> None:
+def write_model_file(directory: Path, model: dict[str, Any], *, durable: bool = False) -> None:
+    """Write `model.json`, at once or not at all."""
     trace_format.write_whole(directory / trace_format.MODEL_FILE, json.dumps(model, indent=1) + "\n", durable=durable)
-
-
-def _raise_file_limit() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _appending(path: Path) -> Any:
     return path.open("a", encoding="utf-8")
-
-
-def _words(error: Exception) -> str:
-    """What an error says, in one line; of one that is no fault of the system, its name as well."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
 
 
 def _json_number(value: float) -> float | str:

@@ -128,7 +128,7 @@ def slow(*arguments):
     time.sleep(0.02)
     return write(*arguments)
 os.pwritev = slow
-from hookrec.writer import main
+from hookrec.writer_main import main
 sys.exit(main(*map(int, sys.argv[1:])))
 """
 

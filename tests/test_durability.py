@@ -17,6 +17,8 @@ import pytest
 import hookrec
 import replay
 from hookrec import writer
+from hookrec.messages import ROW_DTYPE
+from hookrec.provenance import write_trace_file
 from hookrec.ring import STORE_FAILED
 from replay import hdf5_store, zarr_store
 from replay.seal import locked
@@ -66,8 +68,8 @@ class Recorded:
         directory.mkdir(parents=True)
         begun = {"cwd": "/", "command": [], "packages": {}, "seed": 0, "ranks": 1}
         config = {"pid": 1, "plan": PLAN | plan, "trace": begun}
-        writer.write_trace_file(path, config)
-        writer._write_model_file(directory, {"modules": []})
+        write_trace_file(path, config)
+        writer.write_model_file(directory, {"modules": []})
         self.writer = writer.Writer(directory, PLAN | plan, self._memory)
         self.writer.begin()
         self.closed = False
@@ -78,7 +80,7 @@ class Recorded:
         self._streams += new
         facts = {"streams": new, "commit": number}
         facts["scalars"] = [{"step": number, "time": 1.0, "values": {"loss": float(number)}}]
-        rows = np.zeros(len(names), writer._ROW_DTYPE)
+        rows = np.zeros(len(names), ROW_DTYPE)
         for i, name in enumerate(names):
             place, data = 4096 + i * 131_072, bytes([number + 1, i]) * (SIZES[name] // 2)
             self._memory[place : place + len(data)] = data
@@ -105,7 +107,8 @@ class Recorded:
 
 
 def _stream(number: int, name: str) -> dict:
-    return {"id": number, "layer": name, "kind": "output", "path": "", "dtype": "uint8", "shape": [SIZES[name]]}
+    facts = {"id": number, "placed": True, "layer": name, "kind": "output", "path": "", "dtype": "uint8"}
+    return {**facts, "shape": [SIZES[name]]}
 
 
 @pytest.fixture
@@ -176,7 +179,7 @@ def test_the_array_that_shapes_share_is_on_the_disk_as_well(tmp_path, disk):
     write.begin()
     streams = [{**_stream(i, "0"), "shape": [size]} for i, size in enumerate((64, 100, 4096, 300))]
     for step, stream in enumerate(streams):
-        rows = np.zeros(1, writer._ROW_DTYPE)
+        rows = np.zeros(1, ROW_DTYPE)
         rows["step"], rows["stream"], rows["place"], rows["numel"] = step, step, 4096, stream["shape"][0]
         rows["nbytes"], rows["checksum"] = stream["shape"][0], -1
         write.take([(step + 1, rows, {"streams": [stream], "commit": step})])

@@ -23,7 +23,8 @@ from torch import nn
 
 import hookrec
 import replay
-from hookrec import writer
+from hookrec import room, writer
+from hookrec.messages import ROW_DTYPE
 from hookrec.ring import STORE_FAILED
 from replay.log import Log as LogReader
 
@@ -81,7 +82,7 @@ def test_a_dropped_step_leaves_the_tensors_of_the_step_before(tmp_path):
     """The last part of one step and the first of the next come together, and then the next one is dropped."""
     memory = memoryview(mmap.mmap(-1, 1 << 20))
     stream = {"id": 0, "placed": True, "layer": "0", "kind": "output", "path": "", "dtype": "uint8", "shape": [4096]}
-    rows = np.zeros(1, writer._ROW_DTYPE)
+    rows = np.zeros(1, ROW_DTYPE)
     rows["nbytes"], rows["checksum"] = 4096, -1
 
     def part(step: int, value: int, facts: dict) -> tuple:
@@ -125,7 +126,7 @@ def sent_at_once(path, memory, steps, **plan):
     stream = {"id": 0, "placed": True, "layer": "0", "kind": "output", "path": "", "dtype": "uint8", "shape": [4096]}
     messages = []
     for step in range(steps):
-        row = np.zeros(1, writer._ROW_DTYPE)
+        row = np.zeros(1, ROW_DTYPE)
         row["step"], row["nbytes"], row["numel"], row["place"] = step, 4096, 4096, 4096 * (1 + step)
         messages.append((4096 * (1 + step), row, {"streams": [stream] * (not step), "commit": True}))
     return one, messages
@@ -146,7 +147,7 @@ def test_max_bytes_is_passed_by_a_step_at_most_whatever_the_ring_holds(tmp_path)
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT])
 def test_tensors_begin_again_when_there_is_room_again(tmp_path, monkeypatch, error):
-    monkeypatch.setattr(writer, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(room, "_LOOK_AGAIN_S", 0.0)
     one, messages = sent_at_once(tmp_path, memoryview(mmap.mmap(-1, 1 << 20)), 6)
     append, fallocate = one._store.append, os.posix_fallocate
 
@@ -180,7 +181,7 @@ def test_tensors_begin_again_when_there_is_room_again(tmp_path, monkeypatch, err
 
 
 def test_another_failure_of_the_store_is_for_good(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "_LOOK_AGAIN_S", 0.0)
+    monkeypatch.setattr(room, "_LOOK_AGAIN_S", 0.0)
     one, messages = sent_at_once(tmp_path, memoryview(mmap.mmap(-1, 1 << 20)), 4)
     append = one._store.append
 

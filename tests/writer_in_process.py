@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from hookrec import writer
+from hookrec.messages import ROW_DTYPE, Message
 from hookrec.ring import MESSAGE, ROW_BYTES, Ring
 from replay import format as trace_format
 
@@ -49,7 +50,7 @@ class WriterInProcess:
         self.ring.close()
         return 0
 
-    def _messages(self) -> list[writer.Message]:
+    def _messages(self) -> list[Message]:
         data = b""
         connection = self.ring.writer_socket
         connection.setblocking(False)
@@ -64,6 +65,6 @@ class WriterInProcess:
             rows_begin = begin + MESSAGE.size
             text_begin = rows_begin + count * ROW_BYTES
             begin = text_begin + text_bytes
-            rows = np.frombuffer(data[rows_begin:text_begin], writer._ROW_DTYPE).copy()
+            rows = np.frombuffer(data[rows_begin:text_begin], ROW_DTYPE).copy()
             messages.append((position, rows, json.loads(data[text_begin:begin]) if text_bytes else {}))
         return messages
