@@ -12,7 +12,7 @@ import pyarrow as pa
 from replay.dropping import read_dropped
 from replay.errors import TraceDamaged
 from replay.format import STREAMS_FILE, Stream, whole_lines
-from replay.log import Following
+from replay.log_following import Following
 from replay.ranks import ranks_of
 from replay.records import check_rows, described
 

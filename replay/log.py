@@ -23,7 +23,8 @@ from replay.attempts import Attempts, read_attempts
 from replay.errors import TraceDamaged
 from replay.files import sync
 from replay.format import RECORD_SCHEMA, VERSION
-from replay.log_dataset import check_schema, dataset_of
+from replay.log_dataset import dataset_of
+from replay.log_parquet import write_segment
 
 COMPACT_ROWS = 1 << 17
 _PART_ROWS = 1 << 20  # a row group, as pyarrow has it
@@ -32,11 +33,6 @@ UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises at files that are damaged."""
 
 _SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
-
-# Statistics seldom repeat, so a dictionary of them is larger than they are. Split by significance, their bytes
-# compress.
-_SPLIT = [field.name for field in RECORD_SCHEMA if pa.types.is_floating(field.type)]
-_DICTIONARY = ["stream", "call", "micro", "mode", "kept", "nbytes", "numel", "n_nan", "n_posinf", "n_neginf"]
 
 
 class LogWriter:
@@ -148,25 +144,11 @@ class LogWriter:
 
 def compact(path: Path) -> None:
     """Turn a segment from Arrow IPC into Parquet. The Arrow file goes when the Parquet file is whole."""
-    import pyarrow.parquet as pq
-
     target = path.with_suffix(".parquet")
     partial = target.with_name(target.name + ".partial")
     table = pa.Table.from_batches(TailReader(path).read(), RECORD_SCHEMA)
-    with partial.open("wb") as file:  # by name, pyarrow takes no path that is not UTF-8
-        pq.write_table(
-            table,
-            file,
-            compression="zstd",
-            compression_level=3,
-            use_dictionary=_DICTIONARY,
-            column_encoding={
-                **dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT"),
-                **dict.fromkeys(("step", "row", "offset", "n_zero"), "DELTA_BINARY_PACKED"),
-            },
-            write_page_checksum=True,
-            row_group_size=COMPACT_ROWS,
-        )
+    with partial.open("wb") as file:
+        write_segment(table, file)
         file.flush()
         os.fsync(file.fileno())  # what is removed below may have been on the disk for hours
     partial.replace(target)
@@ -300,83 +282,6 @@ class Log:
         with self._named():
             sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
         return sealed + sum(len(batch) for batch in self._batches)
-
-
-class Following:
-    """Reads each commit of one rank once, and keeps none: a reader that stays beside a live trace.
-
-    A place in the log is the number of a segment and how many of its rows were read. It stays right when the segment
-    is turned into Parquet, and after a restart.
-
-    Args:
-        rank_directory: the rank.
-        place: where an earlier reader ended.
-    """
-
-    def __init__(self, rank_directory: Path, place: tuple[int, int] = (0, 0)) -> None:
-        self._directory = rank_directory
-        self.place = place
-        self._tail: TailReader | None = None
-        self._skip = place[1]
-        self._seen = (-1, 0)
-
-    def read(self) -> pa.Table:
-        """Return rows that were committed since the last call, at most to the end of a segment.
-
-        A segment that has not grown is not opened. If no row is returned, there is none for now.
-
-        Raises:
-            TraceDamaged: a segment is not what the format says, or is missing.
-        """
-        while True:
-            number, done = self.place
-            found = self._of_parquet(number, done)
-            if found is None:
-                found = self._of_arrow(number)
-                self.place = number, done + len(found)
-                return found
-            self.place, self._tail, self._skip, self._seen = (number + 1, 0), None, 0, (-1, 0)
-            if len(found):
-                return found
-
-    def _of_arrow(self, number: int) -> pa.Table:
-        nothing = RECORD_SCHEMA.empty_table()
-        path = self._directory / f"records-{number:05}.arrows"
-        try:
-            stat = path.stat()
-            seen = stat.st_size, stat.st_mtime_ns
-            if seen == self._seen:
-                return nothing
-            self._tail = self._tail or TailReader(path)
-            batches = self._tail.read()
-        except FileNotFoundError:
-            later = [n for n in segment_files(self._directory) if n > number]
-            if later and self._of_parquet(number, 0) is None:
-                raise TraceDamaged(
-                    f"The log in {self._directory} lacks its segment {number}, and has {min(later)}."
-                ) from None
-            return nothing
-        self._seen = seen
-        table = pa.Table.from_batches(batches, RECORD_SCHEMA)
-        skipped = min(self._skip, len(table))
-        self._skip -= skipped
-        return table.slice(skipped)
-
-    def _of_parquet(self, number: int, done: int) -> pa.Table | None:
-        """The rows of a compacted segment from one of them on; None if it is not compacted."""
-        import pyarrow.parquet as pq
-
-        path = self._directory / f"records-{number:05}.parquet"
-        if not path.exists():
-            return None
-        try:
-            with path.open("rb") as source, pq.ParquetFile(source, page_checksum_verification=True) as file:
-                check_schema(file.schema_arrow, path)
-                if file.metadata.num_rows == done:
-                    return RECORD_SCHEMA.empty_table()
-                return file.read(RECORD_SCHEMA.names).slice(done).cast(RECORD_SCHEMA)
-        except UNREADABLE as error:
-            raise TraceDamaged(f"{path} cannot be read: {error}") from error
 
 
 class TailReader:

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 
 from replay.attempts import Attempts
 from replay.format import RECORD_SCHEMA
+from replay.log_parquet import check_schema
 
 _UNTIL = "until"
 _OF_SEGMENT = pa.schema([pa.field("attempt", pa.int32()), pa.field(_UNTIL, pa.int64())])
@@ -79,10 +80,3 @@ def _of_files(sealed: Mapping[int, Path], attempts: Attempts | None) -> Any:
     for fragment in files.get_fragments():
         check_schema(fragment.physical_schema, fragment.path)
     return files
-
-
-def check_schema(found: pa.Schema, path: str | Path) -> None:
-    """Raise ArrowInvalid where the columns of a segment are not ours: Parquet's footer has no checksum."""
-    for field in RECORD_SCHEMA:
-        if field.name not in found.names or not found.field(field.name).equals(field):
-            raise pa.ArrowInvalid(f"{path} has no column {field.name} of {field.type}")

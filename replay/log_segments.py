@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from replay.errors import TraceDamaged
 from replay.format import RECORD_SCHEMA
 from replay.log import CHECKSUM, UNREADABLE, TailReader, segment_files
-from replay.log_dataset import check_schema
+from replay.log_parquet import check_schema, opened
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Segment:
         with self._named():
             if self.path.suffix == ".arrows":
                 return sum(len(batch) for batch in TailReader(self.path).read())
-            with self._parquet() as file:
+            with opened(self.path) as file:
                 return int(file.metadata.num_rows)
 
     def batches(self) -> Iterator[pa.RecordBatch]:
@@ -54,7 +54,7 @@ class Segment:
             if self.path.suffix == ".arrows":
                 yield from self._read.read()
                 return
-            with self._parquet() as file:
+            with opened(self.path) as file:
                 check_schema(file.schema_arrow, self.path)
                 rows = 0
                 for batch in file.iter_batches(4096):
@@ -89,13 +89,6 @@ class Segment:
         if self._read.position and rest.count(CHECKSUM) <= 1 and not _is_whole(rest):
             return Tail(f"There are {len(rest):,} bytes of a commit that was cut off, {where}.", False)
         return Tail(f"There are {len(rest):,} bytes that are damaged, {where}; commits in them are lost.", True)
-
-    @contextlib.contextmanager
-    def _parquet(self) -> Iterator[Any]:
-        import pyarrow.parquet as pq
-
-        with self.path.open("rb") as source, pq.ParquetFile(source, page_checksum_verification=True) as file:
-            yield file
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
