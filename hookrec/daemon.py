@@ -141,6 +141,7 @@ class Daemon:
             self._walk(now)
         waits = [watched.look(now) for watched in list(self._watched.values()) if watched.urgent]
         waits += [self._look_at_others(now), float("inf") if walked else self._next_walk - now]
+        self._duties.conditions.answer()
         idle = self._quota_run is None or self._quota_run.done()
         if self._quota is not None and now >= self._next_quota and idle:
             self._next_quota = now + _QUOTA_S
@@ -173,6 +174,7 @@ class Daemon:
         self._folders = sorted(folders, key=lambda folder: len(folder.parts))
         for path in self._watched.keys() - set(tree.traces):
             self._watched.pop(path)
+            self._duties.pace.forget(path)
             self._journal.say("gone", f"{path} is gone", trace=str(path))
         for path in tree.traces:
             if path not in self._watched:

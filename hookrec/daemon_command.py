@@ -18,6 +18,7 @@ from hookrec.errors import DaemonError, HookrecError
 from hookrec.events import Events
 from hookrec.findings import Conditions, Finding
 from hookrec.journal import Journal
+from hookrec.judging import Pace
 from hookrec.metrics import served
 from hookrec.plan import parse_bytes
 from hookrec.quota import Quota
@@ -111,6 +112,7 @@ def _daemon(
             journal=journal,
             **pools,
             wake=events.wake,
+            pace=Pace(),
         )
 
         def on_signal(number: int, frame: object) -> None:

@@ -4,7 +4,7 @@ Rules come in by one seam, a function of a trace and the first step that is new.
 is, and see each record once: the first, in the order of execution, of each rank, layer and kind is a finding.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +14,10 @@ import pyarrow as pa
 from replay import BadQuery, Trace
 from replay.alerts import Alert, alert_id
 from replay.format import RECORD_SCHEMA
-from replay.query import connect, records_where
+from replay.query import connect, numbers_where, records_where
 from replay.records import described
+
+_MOST_ROWS = 100_000  # that wait to be asked about, of which each takes 200 bytes
 
 
 class Finding(Protocol):
@@ -80,6 +82,9 @@ class Noticed:
 class Conditions:
     """SQL conditions over records. Owned by one thread.
 
+    A query takes milliseconds, however few its records are. So what fifty traces bring in a round is collected, and
+    asked together.
+
     Args:
         conditions: each the name of a rule as well.
 
@@ -89,46 +94,80 @@ class Conditions:
 
     def __init__(self, conditions: Sequence[str]) -> None:
         self._conditions = tuple(dict.fromkeys(conditions))
+        self._waiting: list[_Asked] = []
+        self._rows = 0
         if self._conditions:
             self._connection = connect()
             nothing = described(RECORD_SCHEMA.empty_table(), [], 0, np.zeros(0, bool))
             for condition in self._conditions:
                 records_where(nothing, condition, self._connection)
 
-    def met(self, records: pa.Table, trouble: Callable[[str], None]) -> list[Noticed]:
-        """Return the first record of each layer and kind for which a condition holds.
+    def ask(self, records: pa.Table, found: Callable[[list[Noticed]], None], trouble: Callable[[str], None]) -> None:
+        """Take records of which the conditions are to be asked; many are asked about at once.
 
         Args:
             records: as `Trace.records` returns them, of one rank.
+            found: is given, by `answer`, the first record of each layer and kind for which a condition holds; once.
             trouble: is told of a condition that cannot be answered for these records, such as a number made of a name.
         """
-        found = []
-        for condition in self._conditions:
+        self._waiting.append(_Asked(records, found, trouble))
+        self._rows += len(records)
+        if self._rows > _MOST_ROWS:
+            self.answer()
+
+    def answer(self) -> None:
+        """Answer whatever was asked since the last time."""
+        waiting, self._waiting, self._rows = self._waiting, [], 0
+        found: list[list[Noticed]] = [[] for _ in waiting]
+        for condition in self._conditions if waiting else ():
             try:
-                rows = records_where(records, condition, self._connection)
-            except BadQuery as error:
-                trouble(str(error))
-                continue
-            keys = np.stack([_numbers(rows[name]) for name in ("layer", "kind")])
-            firsts = np.unique(keys, axis=1, return_index=True)[1] if len(rows) else np.zeros(0, np.int64)
-            for row in rows.take(pa.array(np.sort(firsts))).to_pylist():
-                facts = f"n_nan {row['n_nan']}, "
-                facts += ", ".join(f"{name} {row[name]:.4g}" for name in ("absmax", "mean", "std", "l2"))
-                layer = repr(row["layer"]) if row["layer"] else "(root)"
-                found.append(
-                    Noticed(
-                        rule=condition,
-                        severity="error",
-                        rank=row["rank"],
-                        layer=row["layer"],
-                        kind=row["kind"],
-                        first_step=row["step"],
-                        last_step=row["step"],
-                        message=f"{condition} at step {row['step']}, {row['kind']} of layer {layer}: {facts}",
-                        advice="`replay stats` shows the records around it, `replay show` its values.",
-                    )
-                )
-        return found
+                self._look(condition, [one.records for one in waiting], found)
+            except Exception:  # about one of them; of the others it can be said
+                for one, noticed in zip(waiting, found, strict=True):
+                    try:
+                        self._look(condition, [one.records], [noticed])
+                    except Exception as error:
+                        one.trouble(str(error) if isinstance(error, BadQuery) else repr(error))
+        for one, noticed in zip(waiting, found, strict=True):
+            one.found(noticed)
+
+    def _look(self, condition: str, tables: Sequence[pa.Table], found: Sequence[list[Noticed]]) -> None:
+        """Add what is found in each of some tables to its list."""
+        ends = np.cumsum([len(table) for table in tables])
+        together = pa.concat_tables(tables).unify_dictionaries()
+        numbers = numbers_where(together, condition, self._connection)
+        table_of = np.searchsorted(ends, numbers, side="right")
+        for at in np.unique(table_of).tolist():
+            first = ends[at] - len(tables[at])
+            found[at].extend(_firsts(tables[at].take(pa.array(numbers[table_of == at] - first)), condition))
+
+
+@dataclass(frozen=True)
+class _Asked:
+    records: pa.Table
+    found: Callable[[list[Noticed]], None]
+    trouble: Callable[[str], None]
+
+
+def _firsts(rows: pa.Table, condition: str) -> Iterator[Noticed]:
+    """Yield a finding for the first record of each layer and kind."""
+    keys = np.stack([_numbers(rows[name]) for name in ("layer", "kind")])
+    firsts = np.unique(keys, axis=1, return_index=True)[1]
+    for row in rows.take(pa.array(np.sort(firsts))).to_pylist():
+        facts = f"n_nan {row['n_nan']}, "
+        facts += ", ".join(f"{name} {row[name]:.4g}" for name in ("absmax", "mean", "std", "l2"))
+        layer = repr(row["layer"]) if row["layer"] else "(root)"
+        yield Noticed(
+            rule=condition,
+            severity="error",
+            rank=row["rank"],
+            layer=row["layer"],
+            kind=row["kind"],
+            first_step=row["step"],
+            last_step=row["step"],
+            message=f"{condition} at step {row['step']}, {row['kind']} of layer {layer}: {facts}",
+            advice="`replay stats` shows the records around it, `replay show` its values.",
+        )
 
 
 def ended(rank: int, end: Mapping[str, Any]) -> Noticed | None:

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 import replay
 from hookrec.delivery import Outbox
 from hookrec.findings import Check, Conditions, Finding, as_alert, ended
 from hookrec.journal import Journal, timestamp
+from hookrec.judging import Judge, Pace
 from replay.alerts import Alert, AlertFile, read_alerts, read_sent
 from replay.documents import read_end, read_identity
 from replay.errors import ReplayError
@@ -32,8 +34,6 @@ _LOOK_S = 0.5  # what reading one trace may take before the others get their tur
 _DONE_REST_S = 60.0
 _TROUBLE_REST_S = 30.0
 _AGAIN_S = 1.0  # where something was finished in this look, and the next may find that all is
-_CHECK_S = 1.0  # between two runs of the rules over a trace
-_CHECK_SHARE = 4.0  # and as a multiple of what the last run took
 _OTHER_HOST = 60.0  # locks do not reach every machine: who is elsewhere is given longer
 _STALE_S = 86_400.0
 _DETAIL = "the writer was gone; sealed by the daemon from the log"
@@ -53,6 +53,7 @@ class Duties:
         backlog: runs them over those that are not, of which there may be thousands.
         chores: runs what may take long otherwise.
         wake: makes the daemon look again.
+        pace: says how often rules are run.
     """
 
     conditions: Conditions
@@ -64,6 +65,7 @@ class Duties:
     backlog: Executor
     chores: Executor
     wake: Callable[[], None]
+    pace: Pace
 
 
 class Watched:
@@ -110,8 +112,8 @@ class Watched:
     @property
     def memory(self) -> Any:
         """What a later daemon has to know, as JSON: never more than was written to the file of alerts."""
-        if self._stamp and not self._unwritten:
-            unchecked = self._unchecked if self._running is None else self._running[1]
+        if self._stamp and not self._unwritten and not self._unanswered:
+            unchecked = None if self._judge is None else self._judge.unchecked
             places = {str(rank): list(place) for rank, place in self._follower.places.items()}
             self._memory = {"stamp": self._stamp, "places": places, "unchecked": unchecked}
             self._memory["done"] = self._ends_when_done if self.done else None
@@ -139,29 +141,42 @@ class Watched:
             news, more = self._read()
         finally:
             self._write_alerts()  # also what was found in one rank, where another cannot be read
-        self._start_check(now)
+        if self._judge is not None:
+            executor = self._duties.rules if self.urgent else self._duties.backlog
+            self._judge.start(now, executor, self._follower.directories, self._known)
         patience = self._seal_dead(now, news=news)
         self.urgent = not sealed
-        nothing_left = not (news or more or self._unwritten) and self._running is None and self._unchecked is None
-        if sealed and nothing_left:
+        unchecked = None if self._judge is None else self._judge.unchecked
+        if sealed and not (news or more or self._unwritten or self._unanswered) and unchecked is None:
             self._finish()
         self._duties.journal.forget(self.path)
         if more:
             return 0.0
-        next_check = np.inf if self._unchecked is None else max(0.0, self._next_check - now)
+        next_check = np.inf if self._judge is None else self._judge.wait_s(now)
         return min(next_check, patience, np.inf if sealed == self.done else _AGAIN_S)
 
     def _begin(self, stamp: list[int]) -> None:
         """Begin with a trace, or with another one at the same place."""
         identity = read_identity(self.path)
         self._stamp = []
-        places, self._unchecked, self._ends_when_done = _remembered(self._memory, stamp)
+        places, unchecked, self._ends_when_done = _remembered(self._memory, stamp)
         self.done = self._ends_when_done is not None
         self._trace_id = str(identity.get("id"))
         self._host = identity["provenance"].get("host")
         self._follower = Follower(self.path, places)
-        self._running: tuple[Future[tuple[list[Finding], float]], int, float] | None = None
-        self._next_check = -np.inf
+        self._judge: Judge | None = None
+        if self._duties.check is not None:
+            self._judge = Judge(
+                self.path,
+                self._trace_id,
+                self._duties.check,
+                self._duties.pace,
+                self._duties.wake,
+                unchecked=unchecked,
+                from_the_beginning=not any(number or rows for number, rows in places.values()),
+            )
+        self._known: set[str] = set()  # ids of what was found
+        self._unanswered = 0  # how often the conditions were asked, and have not answered
         self._sealing: Future[None] | None = None
         self._quiet: dict[Path, float] = {}
         self._unwritten: dict[str, Alert] = {}
@@ -207,22 +222,33 @@ class Watched:
         news = False
         for records in self._follower.read():
             news = True
-            first = int(np.min(records["step"].to_numpy()))
-            self._unchecked = first if self._unchecked is None else min(self._unchecked, first)
-            self._found(self._duties.conditions.met(records, self._unanswered))
+            self._ask(records)
+            if self._judge is not None:
+                self._judge.add(records)
             if time.perf_counter() - began > _LOOK_S:
                 return True, True
-        if self._duties.check is None:
-            self._unchecked = None
         return news, False
 
-    def _unanswered(self, words: str) -> None:
-        self._duties.journal.complain((self.path, "conditions"), f"{self.path}: {words}")
+    def _ask(self, records: pa.Table) -> None:
+        """Ask the conditions. The answer comes at the end of the round, or later."""
+
+        def found(findings: Sequence[Finding]) -> None:
+            self._unanswered -= 1
+            self._found(findings)
+            self._write_alerts()
+
+        def trouble(words: str) -> None:
+            self._duties.journal.complain((self.path, "conditions"), f"{self.path}: {words}")
+
+        self._unanswered += 1
+        self._duties.conditions.ask(records, found, trouble)
 
     def _found(self, findings: Iterable[Finding]) -> None:
         for finding in findings:
             alert = as_alert(finding, self._trace_id, timestamp())
-            self._unwritten.setdefault(alert.id, alert)
+            if alert.id not in self._known:
+                self._known.add(alert.id)
+                self._unwritten[alert.id] = alert
 
     def _write_alerts(self) -> None:
         if not self._unwritten:
@@ -243,30 +269,13 @@ class Watched:
             for outbox in self._duties.outboxes if not self._stale else ():
                 outbox.put(self.path, number, alert)
 
-    def _start_check(self, now: float) -> None:
-        check, since = self._duties.check, self._unchecked
-        if check is None or since is None or self._running is not None or now < self._next_check:
-            return
-        self._unchecked = None
-        executor = self._duties.rules if self.urgent else self._duties.backlog
-        future = executor.submit(_judge, check, self.path, since)
-        self._running = future, since, now
-        future.add_done_callback(lambda _: self._duties.wake())
-
     def _collect(self, now: float) -> None:
         """Take what the rules found, if they are done."""
-        if self._running is None or not self._running[0].done():
-            return
-        future, since, began = self._running
-        self._running = None
         try:
-            findings, took_s = future.result()
-            self._found(findings)
-            self._next_check = began + max(_CHECK_S, _CHECK_SHARE * took_s)
+            if self._judge is not None:
+                self._found(self._judge.collect(now))
         except Exception as error:  # rules are other people's code
             self._duties.journal.complain((self.path, "rules"), f"The rules cannot judge {self.path}: {error!r}")
-            self._unchecked = since if self._unchecked is None else min(since, self._unchecked)
-            self._next_check = now + _TROUBLE_REST_S
 
     def _seal_dead(self, now: float, *, news: bool) -> float:
         """Seal ranks that have been without a writer, and unchanged, for long enough.
@@ -300,6 +309,7 @@ class Watched:
             if end is not None and (finding := ended(number, end)) is not None:
                 self._found([finding])
         self._write_alerts()
+        self._duties.pace.forget(self.path)
         self.done = not self._unwritten
         self._ends_when_done = ends
 
@@ -321,15 +331,6 @@ def _remembered(memory: Any, stamp: list[int]) -> tuple[dict[int, Place], int | 
     except (KeyError, TypeError, ValueError, AttributeError):
         pass  # somebody else's; all is read again
     return {}, None, None
-
-
-def _judge(
-    check: Callable[[replay.Trace, int | None], Sequence[Finding]], path: Path, since: int
-) -> tuple[list[Finding], float]:
-    """Return what rules find in a trace, and the seconds it took."""
-    began = time.perf_counter()
-    with replay.open(path) as trace:
-        return list(check(trace, since)), time.perf_counter() - began
 
 
 def _seal(rank: Path, journal: Journal) -> None:

@@ -178,10 +178,7 @@ class Records:
 
     def __init__(self, trace: Trace, since: int | None = None) -> None:
         self.trace = trace
-        known = np.asarray(trace.steps, np.int64)
-        at = 0 if since is None else int(np.searchsorted(known, since))
-        self.earlier = max(0, at - BACKGROUND)
-        self.steps = known[self.earlier :]
+        self.earlier, self.steps = trace.steps_since(since, BACKGROUND)
         begin = int(self.steps[0]) if len(self.steps) else 0
         self.table = trace.records(steps=slice(begin, None)) if self.earlier else trace.records()
         self._begin = begin

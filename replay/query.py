@@ -104,14 +104,30 @@ def records_where(records: pa.Table, where: str, connection: "duckdb.DuckDBPyCon
     Raises:
         BadQuery: the condition cannot be understood.
     """
-    with contextlib.ExitStack() as stack:
-        if connection is None:
-            connection = stack.enter_context(connect())
-        stack.callback(connection.unregister, "records")
-        # Most often nothing is found. So DuckDB gives numbers, and reads no column but those of the condition.
-        connection.register("records", records.append_column(_NUMBER, pa.array(np.arange(len(records)))))
-        numbers = _rows_where(connection, where, RECORDS.names, [_NUMBER])[_NUMBER].to_numpy()
-        return records.take(np.sort(numbers))
+    if connection is None:
+        with connect() as connection:
+            return records.take(numbers_where(records, where, connection))
+    return records.take(numbers_where(records, where, connection))
+
+
+def numbers_where(records: pa.Table, where: str, connection: "duckdb.DuckDBPyConnection") -> NDArray[np.int64]:
+    """Return the numbers, from 0, of those of some records for which a condition holds, sorted.
+
+    Args:
+        records: as of `records_where`.
+        where: as of `records_where`.
+        connection: as of `records_where`.
+
+    Raises:
+        BadQuery: the condition cannot be understood.
+    """
+    # Most often nothing is found. So DuckDB gives numbers, and reads no column but those of the condition.
+    connection.register("records", records.append_column(_NUMBER, pa.array(np.arange(len(records)))))
+    try:
+        numbers: NDArray[np.int64] = _rows_where(connection, where, RECORDS.names, [_NUMBER])[_NUMBER].to_numpy()
+        return np.sort(numbers)
+    finally:
+        connection.unregister("records")
 
 
 def _rows_where(

@@ -107,6 +107,20 @@ class Trace:
         """The steps that are committed."""
         return sorted({int(step) for rank in self._ranks.values() for step in rank.steps()})
 
+    def steps_since(self, since: int | None, background: int) -> tuple[int, NDArray[np.int64]]:
+        """Return the steps from one on, and some before it.
+
+        Args:
+            since: the step; None for all.
+            background: how many recorded steps before it.
+
+        Returns:
+            How many recorded steps there are before these, and these, shape `(steps,)`.
+        """
+        steps = np.asarray(self.steps, np.int64)
+        earlier = 0 if since is None else max(0, int(np.searchsorted(steps, since)) - background)
+        return earlier, steps[earlier:]
+
     @property
     def layers(self) -> list[str]:
         """The layers that have records, in the order in which they first ran."""

@@ -30,6 +30,7 @@ from hookrec.delivery import AT_MOST
 from hookrec.events import Events
 from hookrec.findings import Conditions
 from hookrec.journal import Journal
+from hookrec.judging import Pace
 from hookrec.quota import Quota
 from hookrec.watched import Duties
 from replay.alerts import AlertFile, read_alerts
@@ -83,7 +84,7 @@ class Bench:
         self.post = Post()
         journal = Journal(self.said)
         duties = Duties(
-            Conditions(when), check, [self.post], seal_after, journal, Now(), Now(), Now(), wake=lambda: None
+            Conditions(when), check, [self.post], seal_after, journal, Now(), Now(), Now(), lambda: None, Pace()
         )
         (root / ".hookrec-daemon").mkdir(exist_ok=True)
         self.daemon = Daemon(root, duties, when, None if quota is None else Quota(quota, journal))
@@ -162,9 +163,9 @@ def test_a_restart_goes_on_where_the_log_was_left(tmp_path):
 
     read = []
     second = Bench(tmp_path, "n_nan > 0")
-    met = second.daemon._duties.conditions.met
-    second.daemon._duties.conditions.met = lambda records, trouble: (
-        read.extend(records["step"].to_pylist()) or met(records, trouble)
+    ask = second.daemon._duties.conditions.ask
+    second.daemon._duties.conditions.ask = lambda records, *told: (
+        read.extend(records["step"].to_pylist()) or ask(records, *told)
     )
     second.look()
 
