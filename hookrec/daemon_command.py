@@ -1,6 +1,7 @@
 """`hookrec daemon`: its options, its signals, and how its parts are put together."""
 
 import contextlib
+import functools
 import os
 import signal
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from hookrec.quota import Quota
 from hookrec.watched import Duties
 from replay.check import all_rules
 from replay.command_line import Unanswered
-from replay.rulebook import near
+from replay.rulebook import Rule, near
 
 
 @click.command()
@@ -133,7 +134,7 @@ def _daemon(
 
 def _check_rule(rule: str, when: tuple[str, ...], *, rules: bool) -> None:
     """Refuse a rule by which nobody finds anything."""
-    known = [*when, "ended", *([one.name for one in all_rules()] if rules else ())]
+    known = [*when, "ended", *([one.name for one in _rules()] if rules else ())]
     if rule not in known:
         raise DaemonError(
             f"--then {rule!r} …: there is no such rule, and no such condition of --when. {near(rule, known)}"
@@ -142,4 +143,10 @@ def _check_rule(rule: str, when: tuple[str, ...], *, rules: bool) -> None:
 
 def by_the_rules(trace: replay.Trace, since: int | None) -> Sequence[Finding]:
     """Return what the rules of `replay check` find."""
-    return replay.check(trace, since=since)
+    return replay.check(trace, rules=_rules(), since=since)
+
+
+@functools.cache
+def _rules() -> list[Rule]:
+    """The rules, looked for once: to ask the installed packages takes as long as to run the rules."""
+    return all_rules()
