@@ -170,8 +170,11 @@ def _firsts(rows: pa.Table, condition: str) -> Iterator[Noticed]:
         )
 
 
-def ended(rank: int, end: Mapping[str, Any]) -> Noticed | None:
-    """Return what is to be said of how a rank ended, as `end.json` has it; None if it was detached."""
+def ended(rank: int, end: Mapping[str, Any], attempt: int) -> Noticed | None:
+    """Return what is to be said of how an attempt of a rank ended, as `end.json` has it; None if it was detached.
+
+    A training that is resumed may end more than once; the attempt stands where a record has its kind.
+    """
     if end["how"] == "detached":
         return None
     detail = f" ({end['detail']})" if end.get("detail") else ""
@@ -180,10 +183,10 @@ def ended(rank: int, end: Mapping[str, Any]) -> Noticed | None:
         severity="error",
         rank=rank,
         layer=None,
-        kind=None,
+        kind=f"attempt {attempt}" if attempt else None,
         first_step=None,
         last_step=None,
-        message=f"rank {rank} ended: {end['how']}{detail}",
+        message=f"rank {rank} ended{f' in attempt {attempt}' if attempt else ''}: {end['how']}{detail}",
         advice="`replay info` names the last step; its records show what the model did then.",
     )
 

@@ -23,6 +23,7 @@ from hookrec.findings import Check, Conditions, Finding, as_alert, ended
 from hookrec.journal import Journal, timestamp
 from hookrec.judging import Judge, Pace
 from replay.alerts import Alert, AlertFile, read_alerts, read_sent
+from replay.attempts import read_attempts
 from replay.documents import read_end, read_identity
 from replay.errors import ReplayError
 from replay.follow import Follower, Place
@@ -306,7 +307,7 @@ class Watched:
         ends = self._ends()
         for number, rank in self._follower.directories.items():
             end = read_end(rank)
-            if end is not None and (finding := ended(number, end)) is not None:
+            if end is not None and (finding := ended(number, end, read_attempts(rank).last)) is not None:
                 self._found([finding])
         self._write_alerts()
         self._duties.pace.forget(self.path)

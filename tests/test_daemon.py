@@ -3,6 +3,7 @@
 Most of it is asked of a `Daemon` whose rounds are called by hand, with the time as a number.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -20,8 +21,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
+import hookrec
 import replay
 from hookrec import daemon_command
 from hookrec.cli import main as hookrec_main
@@ -289,6 +293,26 @@ def test_a_trace_whose_writer_is_gone_is_sealed_after_a_while(tmp_path):
     opened = replay.open(tmp_path / "a")
     assert (opened.status, opened.endings[0]["how"], opened.steps) == ("sealed", "recovered", [0])
     assert [alert.rule for alert in read_alerts(tmp_path / "a")] == ["ended"]
+
+
+def test_each_attempt_that_fails_is_an_alert(tmp_path):
+    bench, model = Bench(tmp_path), nn.Linear(2, 2)
+    for how in ("exception", "detached", "exception"):
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            hookrec.attach(model, tmp_path / "a", keep_free=0, clock="manual", resume=True) as recorder,
+        ):
+            model(torch.ones(1, 2))
+            recorder.step()
+            if how == "exception":
+                raise ZeroDivisionError
+        for _ in range(4):
+            bench.look(61)
+
+    assert [(alert.rule, alert.kind) for alert in read_alerts(tmp_path / "a")] == [
+        ("ended", None),
+        ("ended", "attempt 2"),
+    ]
 
 
 def test_a_rank_whose_writer_has_not_begun_is_not_touched(tmp_path):
