@@ -74,9 +74,10 @@ def rows_of(columns: Mapping[str, NDArray[Any]], streams: Iterable[Stream]) -> I
     """
     kept = np.flatnonzero(columns["kept"] == KEPT)
     order = kept[np.lexsort((columns["row"][kept], columns["stream"][kept]))]
-    of_streams = columns["stream"][order]
-    for stream in streams:
-        first, last = np.searchsorted(of_streams, [stream.id, stream.id + 1])
+    streams = list(streams)
+    ids = np.array([stream.id for stream in streams], columns["stream"].dtype)  # of another, all is converted first
+    bounds = (np.searchsorted(columns["stream"][order], ids, side).tolist() for side in ("left", "right"))
+    for stream, first, last in zip(streams, *bounds, strict=True):
         yield stream, Rows(*(columns[name][order[first:last]] for name in Rows._fields))
 
 
