@@ -32,8 +32,6 @@ def write_segment(table: pa.Table, file: BinaryIO) -> None:
     """Write records, all columns of the log, as a segment."""
     import pyarrow.parquet as pq
 
-    # pyarrow has pages without a limit on rows before it has the argument.
-    limit = {"max_rows_per_page": _PAGE_ROWS} if "max_rows_per_page" in _arguments(pq.write_table) else {}
     pq.write_table(
         table,
         file,
@@ -43,13 +41,17 @@ def write_segment(table: pa.Table, file: BinaryIO) -> None:
         column_encoding={**dict.fromkeys(SPLIT, "BYTE_STREAM_SPLIT"), **dict.fromkeys(_DELTA, "DELTA_BINARY_PACKED")},
         write_page_checksum=True,
         row_group_size=_GROUP_ROWS,
-        data_page_size=2 * 8 * _PAGE_ROWS,
-        **limit,
+        **page_options(),
     )
 
 
-def _arguments(function: Any) -> Any:
-    return inspect.signature(function).parameters
+def page_options() -> dict[str, int]:
+    """Return what pyarrow is told to make pages of 2^17 values, unless there are fewer."""
+    import pyarrow.parquet as pq
+
+    options = {"data_page_size": 2 * 8 * _PAGE_ROWS, "max_rows_per_page": _PAGE_ROWS}
+    # A pyarrow that does not know the latter has no limit on rows.
+    return {name: value for name, value in options.items() if name in inspect.signature(pq.write_table).parameters}
 
 
 @contextlib.contextmanager

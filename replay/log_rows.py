@@ -1,0 +1,149 @@
+"""Rows of a log by number, read by several threads a row group at a time.
+
+pyarrow's dataset can do neither: it does not say which row is which, so whoever has found rows by some columns cannot
+ask for the others of these rows alone; and it reads ahead as it sees fit, gigabytes of a large log.
+"""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from replay.attempts import Attempts
+from replay.format import RECORD_SCHEMA
+from replay.log_parquet import check_schema, read_group
+
+NUMBER = "number of the row"
+"""The column in which rows are numbered, from the first of the log."""
+
+_THREADS = min(8, os.cpu_count() or 1)
+_BY = ("step", "stream")
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows that lie together: a row group of a segment, or those of the segment that is being written.
+
+    Attributes:
+        first: the number of its first row.
+        rows: how many there are.
+        until: the first step that counts no more; None if all count.
+        read: returns columns of it.
+    """
+
+    first: int
+    rows: int
+    until: int | None
+    read: Callable[[Sequence[str]], pa.Table]
+
+
+class LogRows:
+    """The rows of a log for which a condition may hold, as they are now.
+
+    Args:
+        sealed: the Parquet segments by number, in order.
+        tail_number: the number of the segment behind them.
+        tail: what is in it.
+        attempts: those of the rank; None if what they superseded counts as well.
+        where: a `pyarrow.compute.Expression` over the columns step and stream.
+
+    Raises:
+        ArrowInvalid: a file is no part of a log.
+        OSError: it cannot be read.
+    """
+
+    def __init__(
+        self,
+        sealed: Mapping[int, Path],
+        tail_number: int,
+        tail: Sequence[pa.RecordBatch],
+        attempts: Attempts | None,
+        where: Any = None,
+    ) -> None:
+        import pyarrow.dataset as ds
+        from pyarrow.fs import LocalFileSystem
+
+        self._where = where
+        self._pieces: list[_Piece] = []
+        format_, files, first = ds.ParquetFileFormat(), LocalFileSystem(), 0
+        for number, path in sealed.items():
+            fragment = format_.make_fragment(str(path), files)
+            check_schema(fragment.physical_schema, path)
+            wanted = fragment if where is None else fragment.subset(where, schema=RECORD_SCHEMA)
+            groups, footer = {group.id for group in wanted.row_groups}, fragment.metadata
+            for group in range(footer.num_row_groups):
+                rows = footer.row_group(group).num_rows
+                if group in groups:
+                    read = partial(read_group, path, footer, group)
+                    self._pieces.append(_Piece(first, rows, _until(number, attempts), read))
+                first += rows
+        if tail:
+            table = pa.Table.from_batches(tail, RECORD_SCHEMA)
+            self._pieces.append(_Piece(first, len(table), _until(tail_number, attempts), table.select))
+
+    def scan(self, columns: Sequence[str], *, numbered: bool = False) -> Iterator[pa.Table]:
+        """Yield the rows for which the condition holds, in order, a table a row group, of which few are in memory.
+
+        Args:
+            columns: which; of the schema of the log.
+            numbered: add the column `NUMBER`.
+        """
+        return _ahead(partial(self._scanned, piece, columns, numbered) for piece in self._pieces)
+
+    def _scanned(self, piece: _Piece, columns: Sequence[str], numbered: bool) -> pa.Table:
+        where = self._where
+        if piece.until is not None:
+            counts = pc.field("step") < piece.until
+            where = counts if where is None else where & counts
+        table = piece.read(columns if where is None else list(dict.fromkeys((*columns, *_BY))))
+        names = [*columns, NUMBER] if numbered else list(columns)
+        if numbered:
+            table = table.append_column(NUMBER, pa.array(np.arange(piece.first, piece.first + len(table))))
+        return table.select(names) if where is None else table.filter(where).select(names)
+
+    def take(self, numbers: NDArray[np.int64], columns: Sequence[str]) -> Iterator[pa.Table]:
+        """Yield rows that `scan` has numbered, a table a row group.
+
+        Args:
+            numbers: which, in ascending order.
+            columns: which; of the schema of the log.
+        """
+        wanted = []
+        for piece in self._pieces:
+            begin, end = np.searchsorted(numbers, (piece.first, piece.first + piece.rows))
+            if begin < end:
+                wanted.append(partial(_taken, piece, numbers[begin:end] - piece.first, columns))
+        return _ahead(wanted)
+
+
+def _until(segment: int, attempts: Attempts | None) -> int | None:
+    return attempts.until(attempts.of_segment(segment)) if attempts is not None and attempts.last else None
+
+
+def _taken(piece: _Piece, at: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
+    table = piece.read(columns)
+    return table if len(at) == len(table) else table.take(pa.array(at))
+
+
+def _ahead(tasks: Iterable[Callable[[], pa.Table]]) -> Iterator[pa.Table]:
+    """Yield what tasks return, in their order, while threads are at work on the next ones."""
+    waiting: deque[Future[pa.Table]] = deque()
+    pool = ThreadPoolExecutor(_THREADS)
+    try:
+        for task in tasks:
+            waiting.append(pool.submit(task))
+            if len(waiting) > _THREADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
