@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from replay.attempts import Attempts
 from replay.format import RECORD_SCHEMA
-from replay.log_parquet import check_schema, read_group
+from replay.log_parquet import check_schema, constants_of, read_group
 
 NUMBER = "number of the row"
 """The column in which rows are numbered, from the first of the log."""
 
 _THREADS = min(8, os.cpu_count() or 1)
 _BY = ("step", "stream")
+_FIELDS = RECORD_SCHEMA.append(pa.field(NUMBER, pa.int64()))
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,32 @@ class _Piece:
         first: the number of its first row.
         rows: how many there are.
         until: the first step that counts no more; None if all count.
-        read: returns columns of it.
+        constants: the columns that have one value.
+        read: returns others of its columns.
     """
 
     first: int
     rows: int
     until: int | None
+    constants: Mapping[str, int]
     read: Callable[[Sequence[str]], pa.Table]
+
+    def stored(self, columns: Sequence[str]) -> pa.Table:
+        """Return columns, all rows, but for those that have one value, and the numbers of the rows."""
+        names = [name for name in dict.fromkeys(columns) if name not in self.constants and name != NUMBER]
+        numbers = pa.array(np.arange(self.first, self.first + self.rows))
+        return self.read(names).append_column(NUMBER, numbers) if names else pa.table({NUMBER: numbers})
+
+    def whole(self, stored: pa.Table, columns: Sequence[str]) -> pa.Table:
+        """Return columns of some of the rows that `stored` returned, with those that have one value."""
+        schema = pa.schema([_FIELDS.field(name) for name in columns])
+        arrays = [
+            pa.repeat(pa.scalar(self.constants[field.name], field.type), len(stored))
+            if field.name in self.constants
+            else stored[field.name]
+            for field in schema
+        ]
+        return pa.table(arrays, schema=schema)
 
 
 class LogRows:
@@ -80,15 +100,16 @@ class LogRows:
             check_schema(fragment.physical_schema, path)
             wanted = fragment if where is None else fragment.subset(where, schema=RECORD_SCHEMA)
             groups, footer = {group.id for group in wanted.row_groups}, fragment.metadata
+            until, constants = _until(number, attempts), constants_of(footer)
             for group in range(footer.num_row_groups):
                 rows = footer.row_group(group).num_rows
                 if group in groups:
                     read = partial(read_group, path, footer, group)
-                    self._pieces.append(_Piece(first, rows, _until(number, attempts), read))
+                    self._pieces.append(_Piece(first, rows, until, constants, read))
                 first += rows
         if tail:
             table = pa.Table.from_batches(tail, RECORD_SCHEMA)
-            self._pieces.append(_Piece(first, len(table), _until(tail_number, attempts), table.select))
+            self._pieces.append(_Piece(first, len(table), _until(tail_number, attempts), {}, table.select))
 
     def scan(self, columns: Sequence[str], *, numbered: bool = False) -> Iterator[pa.Table]:
         """Yield the rows for which the condition holds, in order, a table a row group, of which few are in memory.
@@ -104,11 +125,10 @@ class LogRows:
         if piece.until is not None:
             counts = pc.field("step") < piece.until
             where = counts if where is None else where & counts
-        table = piece.read(columns if where is None else list(dict.fromkeys((*columns, *_BY))))
         names = [*columns, NUMBER] if numbered else list(columns)
-        if numbered:
-            table = table.append_column(NUMBER, pa.array(np.arange(piece.first, piece.first + len(table))))
-        return table.select(names) if where is None else table.filter(where).select(names)
+        if where is None:
+            return piece.whole(piece.stored(names), names)
+        return piece.whole(piece.stored([*names, *_BY]).filter(where), names)
 
     def take(self, numbers: NDArray[np.int64], columns: Sequence[str]) -> Iterator[pa.Table]:
         """Yield rows that `scan` has numbered, a table a row group.
@@ -130,8 +150,8 @@ def _until(segment: int, attempts: Attempts | None) -> int | None:
 
 
 def _taken(piece: _Piece, at: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
-    table = piece.read(columns)
-    return table if len(at) == len(table) else table.take(pa.array(at))
+    table = piece.stored(columns)
+    return piece.whole(table if len(at) == len(table) else table.take(pa.array(at)), columns)
 
 
 def _ahead(tasks: Iterable[Callable[[], pa.Table]]) -> Iterator[pa.Table]:

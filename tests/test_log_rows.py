@@ -1,12 +1,17 @@
 """Records that are found by some columns and then read by number, against plain Python over all records."""
 
+from pathlib import Path
+
+import google_crc32c
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 import replay
+from replay import log_parquet
 from replay.format import RECORD_SCHEMA
 from replay.log import LogWriter
+from replay.verify import verify
 from tests.live_traces import WrittenTrace
 
 LAYERS = ("a.one", "a.two", "from.b", "from")
@@ -105,7 +110,7 @@ def test_what_a_resumed_training_took_back_is_not_found(tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize("column", ["n_zero", "l2"])
+@pytest.mark.parametrize("column", ["mean", "l2"])
 def test_damage_is_named_in_a_column_of_the_condition_and_in_any_other(column, tmp_path):
     written = WrittenTrace(tmp_path / "a", LAYERS)
     for step in range(3):
@@ -121,3 +126,48 @@ def test_damage_is_named_in_a_column_of_the_condition_and_in_any_other(column, t
         replay.open(path).records(where="l2 > 10")
     with pytest.raises(replay.TraceDamaged, match="cannot be read"):
         replay.open(path).records()
+
+
+def sealed_segment(path) -> tuple[Path, Path]:
+    """Write a sealed trace; return it and its only segment."""
+    written = WrittenTrace(path, LAYERS)
+    commit(written._log, np.random.default_rng(0), 1)
+    written.seal()
+    (segment,) = written.rank.glob("*.parquet")
+    return path, segment
+
+
+def test_what_is_said_of_columns_with_one_value_is_left_aside_where_it_is_damaged(tmp_path):
+    trace, segment = sealed_segment(tmp_path / "a")
+    right = replay.open(trace).records(where="n_zero = 0").to_pylist()
+    assert len(right) == 2 * len(LAYERS)
+    whole = segment.read_bytes()
+    assert b'"n_zero": 0' in whole
+
+    segment.write_bytes(whole.replace(b'"n_zero": 0', b'"n_zero": 8'))
+
+    assert str(replay.open(trace).records(where="n_zero = 0").to_pylist()) == str(right)
+    assert ["checksum of hookrec:constants" in problem.message for problem in verify(trace)] == [True]
+
+
+def test_a_lie_about_a_column_with_one_value_is_found(tmp_path, monkeypatch):
+    trace, segment = sealed_segment(tmp_path / "a")
+    text = b'{"n_zero": 8}'
+    monkeypatch.setattr(log_parquet, "_constants", lambda table: b"%08x %s" % (google_crc32c.value(text), text))
+    table = pq.read_table(segment)
+
+    with segment.open("wb") as file:
+        log_parquet.write_segment(table, file)
+
+    assert ["n_zero what is not so" in problem.message for problem in verify(trace)] == [True]
+
+
+def test_damage_of_pages_that_need_not_be_read_is_found(tmp_path):
+    trace, segment = sealed_segment(tmp_path / "a")
+    chunk = pq.read_metadata(segment).row_group(0).column(RECORD_SCHEMA.names.index("n_zero"))
+    data = bytearray(segment.read_bytes())
+    data[chunk.data_page_offset + chunk.total_compressed_size - 3] ^= 4
+    segment.write_bytes(data)
+
+    assert [problem.damage for problem in verify(trace)] == [True]
+    assert replay.open(trace).records()["n_zero"].to_pylist() == [0] * 2 * len(LAYERS)
