@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from replay.attempts import Attempts
 from replay.format import RECORD_SCHEMA
@@ -130,18 +129,19 @@ class LogRows:
             return piece.whole(piece.stored(names), names)
         return piece.whole(piece.stored([*names, *_BY]).filter(where), names)
 
-    def take(self, numbers: NDArray[np.int64], columns: Sequence[str]) -> Iterator[pa.Table]:
+    def take(self, found: pa.Table, columns: Sequence[str]) -> Iterator[pa.Table]:
         """Yield rows that `scan` has numbered, a table a row group.
 
         Args:
-            numbers: which, in ascending order.
+            found: their numbers in the column `NUMBER`, in ascending order, and what is known of them by other columns.
             columns: which; of the schema of the log.
         """
+        numbers = found[NUMBER].to_numpy()
         wanted = []
         for piece in self._pieces:
-            begin, end = np.searchsorted(numbers, (piece.first, piece.first + piece.rows))
+            begin, end = np.searchsorted(numbers, (piece.first, piece.first + piece.rows)).tolist()
             if begin < end:
-                wanted.append(partial(_taken, piece, numbers[begin:end] - piece.first, columns))
+                wanted.append(partial(_taken, piece, found.slice(begin, end - begin), columns))
         return _ahead(wanted)
 
 
@@ -149,9 +149,14 @@ def _until(segment: int, attempts: Attempts | None) -> int | None:
     return attempts.until(attempts.of_segment(segment)) if attempts is not None and attempts.last else None
 
 
-def _taken(piece: _Piece, at: NDArray[np.int64], columns: Sequence[str]) -> pa.Table:
-    table = piece.stored(columns)
-    return piece.whole(table if len(at) == len(table) else table.take(pa.array(at)), columns)
+def _taken(piece: _Piece, found: pa.Table, columns: Sequence[str]) -> pa.Table:
+    known = [name for name in found.column_names if name in columns and name not in piece.constants]
+    table = piece.stored([name for name in columns if name not in known])
+    if len(found) < len(table):
+        table = table.take(pc.subtract(found[NUMBER], piece.first))
+    for name in known:
+        table = table.append_column(name, found[name])
+    return piece.whole(table, columns)
 
 
 def _ahead(tasks: Iterable[Callable[[], pa.Table]]) -> Iterator[pa.Table]:

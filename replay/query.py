@@ -10,6 +10,7 @@ ours, and cannot give itself any: the settings are locked before it runs.
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,8 +100,8 @@ def rows_where(parts: Sequence[Part], where: str) -> pa.Table:
         return _rows_where(connection, where, _COLUMNS).cast(RECORDS)
 
 
-def numbers_where(parts: Sequence[Part], where: str) -> list[NDArray[np.int64]] | None:
-    """Return the numbers of the rows for which a condition holds, in ascending order, those of each rank.
+def found_where(parts: Sequence[Part], where: str) -> list[pa.Table] | None:
+    """Return the rows for which a condition holds, by number, in ascending order.
 
     The columns that the condition does not name are not read. That it can be answered so is not certain: `rows_where`
     answers all others, and says what is wrong with those that have no answer.
@@ -110,7 +111,8 @@ def numbers_where(parts: Sequence[Part], where: str) -> list[NDArray[np.int64]] 
         where: a condition in DuckDB's SQL.
 
     Returns:
-        An array a rank; None if the condition has no answer, or perhaps looks at more than a row at a time.
+        A table a rank, with `NUMBER` and those columns of the log that were read to find them; None if the condition
+        has no answer, or perhaps looks at more than a row at a time.
 
     Raises:
         TraceDamaged: the log cannot be read.
@@ -125,13 +127,18 @@ def numbers_where(parts: Sequence[Part], where: str) -> list[NDArray[np.int64]] 
         parts = [dataclasses.replace(part, log=_scan(part, columns, trouble)) for part in parts]
         try:
             _add_records(connection, parts, columns)
-            found = _rows_where(connection, where, columns, ["rank", NUMBER])
+            known = [name for name in columns if name in _IN_LOG]
+            found = _rows_where(connection, where, columns, ["rank", NUMBER, *known])
         except (duckdb.Error, BadQuery):
             if trouble:
                 raise trouble[0] from None
             return None
     ranks, numbers = found["rank"].to_numpy(), found[NUMBER].to_numpy()
-    return [np.sort(numbers[ranks == part.rank]) for part in parts]
+    if not np.all((np.diff(ranks) > 0) | (np.diff(numbers) > 0)):  # which costs less than to sort what is in order
+        found = found.take(np.lexsort((numbers, ranks)))
+    ends = np.searchsorted(found["rank"].to_numpy(), [part.rank for part in parts], side="right").tolist()
+    found = found.drop_columns("rank")
+    return [found.slice(begin, end - begin) for begin, end in itertools.pairwise((0, *ends))]
 
 
 def _scan(part: Part, columns: Sequence[str], trouble: list[ReplayError]) -> pa.RecordBatchReader:

@@ -194,13 +194,13 @@ class Rank:
         """Yield them in parts, one at least."""
         return self._parts(number, self.numbered(layers, kinds, steps).scan(self._columns()))
 
-    def numbered_records(self, number: int, rows: LogRows, numbers: NDArray[np.int64]) -> pa.Table:
-        """Return the records that rows are, by their numbers."""
-        return self._joined(number, rows.take(numbers, self._columns()))
+    def numbered_records(self, number: int, rows: LogRows, found: pa.Table) -> pa.Table:
+        """Return the records that rows are which `found_where` has found."""
+        return self._joined(number, rows.take(found, self._columns()))
 
-    def numbered_parts(self, number: int, rows: LogRows, numbers: NDArray[np.int64]) -> Iterator[pa.Table]:
+    def numbered_parts(self, number: int, rows: LogRows, found: pa.Table) -> Iterator[pa.Table]:
         """Yield them in parts, one at least."""
-        return self._parts(number, rows.take(numbers, self._columns()))
+        return self._parts(number, rows.take(found, self._columns()))
 
     def _columns(self) -> list[str]:
         """The columns of the log that a record is described by."""

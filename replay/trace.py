@@ -21,7 +21,7 @@ from replay.filters import Globs, Names, Steps, check_globs, globs_of
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT
 from replay.history import history
 from replay.log_rows import LogRows
-from replay.query import MODULES, answer, modules_of, numbers_where, rows_where
+from replay.query import MODULES, answer, found_where, modules_of, rows_where
 from replay.rank import Rank
 from replay.ranks import ranks_of
 from replay.records import check_rows
@@ -325,13 +325,13 @@ class Trace:
         else:
             yield self.records(layers, kinds, steps, where)
 
-    def _found(self, where: str, wanted: tuple[Globs, Globs, Steps]) -> dict[int, tuple[LogRows, NDArray[np.int64]]]:
-        """Return by rank the rows for which a condition holds; nothing where that is not known: `numbers_where`."""
+    def _found(self, where: str, wanted: tuple[Globs, Globs, Steps]) -> dict[int, tuple[LogRows, pa.Table]]:
+        """Return by rank the rows for which a condition holds; nothing where that is not known: `found_where`."""
         parts = [rank.part(number, rank.numbered(*wanted)) for number, rank in sorted(self._ranks.items())]
-        numbers = numbers_where(parts, where)
-        if numbers is None:
+        found = found_where(parts, where)
+        if found is None:
             return {}
-        return {part.rank: (part.log, rows) for part, rows in zip(parts, numbers, strict=True)}
+        return {part.rank: (part.log, rows) for part, rows in zip(parts, found, strict=True)}
 
     def _wanted(self, layers: Names, kinds: Names) -> tuple[Globs, Globs]:
         found = globs_of(layers), globs_of(kinds)
