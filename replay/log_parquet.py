@@ -10,6 +10,7 @@ has them if it is not told, are 3 % larger.
 import contextlib
 import inspect
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,7 +25,7 @@ _PAGE_ROWS = 1 << 17
 _GROUP_ROWS = 2 * _PAGE_ROWS
 """Of a segment that is begun anew at 2^17 rows, a commit's rows more make no row group of their own."""
 
-SPLIT = [field.name for field in RECORD_SCHEMA if pa.types.is_floating(field.type)]
+_SPLIT = [field.name for field in RECORD_SCHEMA if pa.types.is_floating(field.type)]
 _DICTIONARY = ["call", "micro", "mode", "kept", "nbytes", "numel", "n_nan", "n_posinf", "n_neginf"]
 _DELTA = ["step", "stream", "row", "offset"]
 # n_zero is nothing for some layers and never twice the same for others: as differences it would take 2 bytes, and as
@@ -42,9 +43,9 @@ def write_segment(table: pa.Table, file: BinaryIO) -> None:
         table.replace_schema_metadata({**(RECORD_SCHEMA.metadata or {}), _CONSTANTS: _constants(table)}),
         file,
         compression="zstd",
-        compression_level=1,  # level 3 takes longer, to the same size
+        compression_level={**dict.fromkeys(RECORD_SCHEMA.names, 3), "n_zero": 1},  # of both levels, what is smaller
         use_dictionary=_DICTIONARY,
-        column_encoding={**dict.fromkeys(SPLIT, "BYTE_STREAM_SPLIT"), **dict.fromkeys(_DELTA, "DELTA_BINARY_PACKED")},
+        column_encoding={**dict.fromkeys(_SPLIT, "BYTE_STREAM_SPLIT"), **dict.fromkeys(_DELTA, "DELTA_BINARY_PACKED")},
         write_page_checksum=True,
         row_group_size=_GROUP_ROWS,
         **page_options(),
@@ -61,23 +62,32 @@ def _constants(table: pa.Table) -> bytes:
     return b"%08x %s" % (google_crc32c.value(text), text)
 
 
-def constants_of(metadata: Any, *, strict: bool = False) -> Mapping[str, int]:
-    """Return the columns that have one value in a whole segment, which need not be read.
+def constants_of(metadata: Any, *, strict: bool = False) -> Mapping[str, pa.Scalar]:
+    """Return the columns that have one value in a whole segment, and need not be read.
 
     Half of the columns have, in most segments, and would take a third of the time. They are said with a checksum, since
     the ranges that Parquet has in its footer have none.
 
     Args:
         metadata: the footer.
-        strict: raise ArrowInvalid where they are damaged. Else there are none then: pages have all values.
+        strict: raise ArrowInvalid where what is said is damaged. Else nothing is said then: pages have all values.
     """
     checksum, _, text = (metadata.metadata or {}).get(_CONSTANTS, b"").partition(b" ")
-    if checksum == b"%08x" % google_crc32c.value(text):
+    if not checksum:
+        return {}
+    try:
+        if checksum != b"%08x" % google_crc32c.value(text):
+            raise ValueError("the checksum differs")
         found = parsed(text)
-        return {name: found[name] for name in _MAY_BE_CONSTANT if name in found}
-    if strict and checksum:
-        raise pa.ArrowInvalid(f"the checksum of {_CONSTANTS.decode()} differs")
-    return {}
+        return {
+            name: pa.scalar(operator.index(found[name]), RECORD_SCHEMA.field(name).type)
+            for name in _MAY_BE_CONSTANT
+            if name in found
+        }
+    except (ValueError, TypeError, OverflowError, pa.ArrowException) as error:
+        if strict:
+            raise pa.ArrowInvalid(f"{_CONSTANTS.decode()} is damaged: {error}") from None
+        return {}
 
 
 def page_options() -> dict[str, int]:

@@ -44,7 +44,7 @@ class _Piece:
     first: int
     rows: int
     until: int | None
-    constants: Mapping[str, int]
+    constants: Mapping[str, pa.Scalar]
     read: Callable[[Sequence[str]], pa.Table]
 
     def stored(self, columns: Sequence[str]) -> pa.Table:
@@ -57,9 +57,7 @@ class _Piece:
         """Return columns of some of the rows that `stored` returned, with those that have one value."""
         schema = pa.schema([_FIELDS.field(name) for name in columns])
         arrays = [
-            pa.repeat(pa.scalar(self.constants[field.name], field.type), len(stored))
-            if field.name in self.constants
-            else stored[field.name]
+            pa.repeat(self.constants[field.name], len(stored)) if field.name in self.constants else stored[field.name]
             for field in schema
         ]
         return pa.table(arrays, schema=schema)

@@ -78,7 +78,7 @@ class Segment:
                     raise TraceDamaged(f"{self.path} says of {name} what is not so: {found.min} to {found.max}.")
             for name, value in constants.items():
                 if pc.any(pc.not_equal(file.read_row_group(group, [name])[name], value)).as_py():
-                    raise TraceDamaged(f"{self.path} says of {name} what is not so: it is {value} throughout.")
+                    raise TraceDamaged(f"{self.path} says of {name} what is not so: {value} in all rows.")
 
     def tail(self) -> Tail | None:
         """Return what the batches left over, after they were read to the end."""

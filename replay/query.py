@@ -50,7 +50,7 @@ RECORDS = pa.schema([(name, _TYPES[name]) for name in (*_KEY, "micro", "mode", "
 _COLUMNS = (*RECORDS.names, "nbytes", "stream")
 _MADE_OF = {"rank": (), "kept": ("kept", "row", "stream"), **dict.fromkeys(_OF_STREAM, ("stream",))}
 """The columns of the log that a column is made of, where that is not the one of its name."""
-_LOOKS_FURTHER = re.compile(r"select|from|values|columns|records|streams|log_|getvariable|#", re.IGNORECASE)
+_LOOKS_FURTHER = re.compile(rf"select|from|values|columns|records|streams|log_|getvariable|#|{NUMBER}", re.IGNORECASE)
 """What is in a condition that reads other rows or columns than those it names."""
 
 MODULES = pa.schema(

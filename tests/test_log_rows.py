@@ -11,6 +11,7 @@ import replay
 from replay import log_parquet
 from replay.format import RECORD_SCHEMA
 from replay.log import LogWriter
+from replay.log_rows import NUMBER
 from replay.verify import verify
 from tests.live_traces import WrittenTrace
 
@@ -35,6 +36,7 @@ def trace(request, tmp_path_factory):
     rng = np.random.default_rng(3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("replay.log.COMPACT_ROWS", 16)
+        patch.setattr("replay.log_parquet._GROUP_ROWS", 5)
         for rank in (0, 1):
             written = WrittenTrace(path, LAYERS, rank=rank)
             for step in range(COMMITS - 1 + rank):
@@ -65,6 +67,11 @@ def test_a_condition_finds_what_plain_python_finds(where, holds, trace):
     assert str(found.to_pylist()) == str(expected)  # as text, in which a NaN is like another
     assert found.schema == trace.records().schema
     assert sum(map(len, trace.record_parts(where=where))) == len(expected)
+
+
+def test_how_rows_are_numbered_is_no_column(trace):
+    with pytest.raises(replay.BadQuery, match="cannot be understood"):
+        trace.records(where=f'"{NUMBER.upper()}" > 3')
 
 
 def test_a_condition_with_a_subquery_sees_all_records(trace):
@@ -147,19 +154,29 @@ def test_what_is_said_of_columns_with_one_value_is_left_aside_where_it_is_damage
     segment.write_bytes(whole.replace(b'"n_zero": 0', b'"n_zero": 8'))
 
     assert str(replay.open(trace).records(where="n_zero = 0").to_pylist()) == str(right)
-    assert ["checksum of hookrec:constants" in problem.message for problem in verify(trace)] == [True]
+    assert ["hookrec:constants is damaged" in problem.message for problem in verify(trace)] == [True]
 
 
-def test_a_lie_about_a_column_with_one_value_is_found(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b'{"n_zero": 8}', "n_zero what is not so"),
+        (b'{"kept": 300}', "constants is damaged"),
+        (b'{"kept": null}', "constants is damaged"),
+        (b"[[[", "constants is damaged"),
+        (b"7", "constants is damaged"),
+    ],
+)
+def test_a_lie_about_columns_with_one_value_is_found(text, words, tmp_path, monkeypatch):
     trace, segment = sealed_segment(tmp_path / "a")
-    text = b'{"n_zero": 8}'
     monkeypatch.setattr(log_parquet, "_constants", lambda table: b"%08x %s" % (google_crc32c.value(text), text))
     table = pq.read_table(segment)
 
     with segment.open("wb") as file:
         log_parquet.write_segment(table, file)
 
-    assert ["n_zero what is not so" in problem.message for problem in verify(trace)] == [True]
+    assert [words in problem.message for problem in verify(trace)] == [True]
+    assert len(replay.open(trace).records()) == len(table)
 
 
 def test_damage_of_pages_that_need_not_be_read_is_found(tmp_path):
