@@ -65,8 +65,8 @@ def _constants(table: pa.Table) -> bytes:
 def constants_of(metadata: Any, *, strict: bool = False) -> Mapping[str, pa.Scalar]:
     """Return the columns that have one value in a whole segment, and need not be read.
 
-    Half of the columns have, in most segments, and would take a third of the time. They are said with a checksum, since
-    the ranges that Parquet has in its footer have none.
+    Half of the columns have, in most segments, and would take a quarter of the time. They are said with a checksum,
+    since the ranges that Parquet has in its footer have none.
 
     Args:
         metadata: the footer.
