@@ -5,7 +5,9 @@ some readers of Parquet do not take them. There is no column of times, so nobody
 in seconds since 1970. A shape is a list, since records of a table differ in it.
 """
 
+import base64
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from replay.errors import BadQuery
 from replay.format import ML_DTYPES, numpy_dtype
+from replay.log_parquet import page_options
 
 MEANINGS = {
     "rank": ("the process that recorded", "1"),
@@ -48,11 +51,42 @@ _PART_ROWS = 4096
 
 def plain(table: pa.Table) -> pa.Table:
     """Return records with strings for dictionaries, and with what each column means in its field's metadata."""
-    arrays = [
-        column.cast(pa.string()) if pa.types.is_dictionary(column.type) else column for column in table.itercolumns()
-    ]
-    fields = [_field(name, array.type) for name, array in zip(table.column_names, arrays, strict=True)]
-    return pa.table(arrays, schema=pa.schema(fields))
+    schema = plain_schema(table.schema)
+    return pa.table([column.cast(field.type) for column, field in zip(table.columns, schema, strict=True)], schema)
+
+
+def plain_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the schema that `plain` gives records of a schema."""
+    types = (field.type.value_type if pa.types.is_dictionary(field.type) else field.type for field in schema)
+    return pa.schema([_field(name, type_) for name, type_ in zip(schema.names, types, strict=True)])
+
+
+def parquet_writer(path: Path, schema: pa.Schema) -> Any:
+    """Return a `pyarrow.parquet.ParquetWriter` that writes records, as `Trace.records` has them, as plain ones.
+
+    Parquet has dictionaries of its own, so strings are not written out and looked up again; who reads the file is told
+    that they are strings. Statistics are split by significance: a dictionary of them, as pyarrow tries by itself, is
+    larger than they are. So it takes less than half the time that it takes to write `plain` records.
+
+    Args:
+        path: the file.
+        schema: of the records.
+    """
+    import pyarrow.parquet as pq
+
+    names = [field.name for field in schema if pa.types.is_dictionary(field.type)]
+    statistics = [field.name for field in schema if pa.types.is_float64(field.type)]
+    told = {b"ARROW:schema": base64.b64encode(plain_schema(schema).serialize().to_pybytes())}
+    return pq.ParquetWriter(
+        path,
+        schema.with_metadata(told),
+        store_schema=False,
+        compression="zstd",
+        compression_level=1,
+        use_dictionary=[*names, "call", "micro", "shape.list.element", "numel", "n_nan", "n_posinf", "n_neginf"],
+        column_encoding=dict.fromkeys(statistics, "BYTE_STREAM_SPLIT"),
+        **page_options(),
+    )
 
 
 def _field(name: str, type_: pa.DataType) -> pa.Field:

@@ -25,9 +25,9 @@ from replay.files import sync
 from replay.format import RECORD_SCHEMA, VERSION
 from replay.log_dataset import dataset_of
 from replay.log_parquet import write_segment
+from replay.log_rows import LogRows
 
 COMPACT_ROWS = 1 << 17
-_PART_ROWS = 1 << 20  # a row group, as pyarrow has it
 CHECKSUM = b"hookrec:crc32c"
 UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises at files that are damaged."""
@@ -223,7 +223,7 @@ class Log:
         Raises:
             TraceDamaged: a file of it is no part of a log. Of what is inside of files, whoever reads on is told.
         """
-        with self._named():
+        with self.named():
             return dataset_of(
                 self._sealed, self._tail_number, self._batches, self.attempts, everything=self._superseded
             )
@@ -238,31 +238,29 @@ class Log:
         Raises:
             TraceDamaged: the log cannot be read.
         """
-        with self._named():
+        with self.named():
             names = list(RECORD_SCHEMA.names if columns is None else columns)
             table = self.dataset().to_table(columns=names, filter=where)
             if any(column.null_count for column in table.columns):
                 raise pa.ArrowInvalid("a column has nulls")
         return table
 
-    def tables(self, where: Any = None) -> Iterator[pa.Table]:
-        """Yield what `table` returns of all columns, in parts of a million rows or so, of which few are in memory."""
-        waiting: list[pa.RecordBatch] = []
-        with self._named():
-            scanner = self.dataset().scanner(
-                columns=RECORD_SCHEMA.names, filter=where, batch_size=COMPACT_ROWS, batch_readahead=8
-            )
-            for batch in scanner.to_batches():
-                if any(column.null_count for column in batch.columns):
-                    raise pa.ArrowInvalid("a column has nulls")
-                waiting.append(batch)
-                if sum(map(len, waiting)) >= _PART_ROWS:
-                    yield pa.Table.from_batches(waiting)
-                    waiting.clear()
-        yield pa.Table.from_batches(waiting, RECORD_SCHEMA)
+    def numbered(self, where: Any = None) -> LogRows:
+        """Return the rows, by number, of what is committed now.
+
+        Args:
+            where: a `pyarrow.compute.Expression` over the columns step and stream; rows for which it holds.
+
+        Raises:
+            TraceDamaged: a file of it is no part of a log. Of what is inside of files, whoever reads on is told.
+        """
+        with self.named():
+            attempts = None if self._superseded else self.attempts
+            return LogRows(self._sealed, self._tail_number, self._batches, attempts, where)
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def named(self) -> Iterator[None]:
+        """Raise TraceDamaged where what is done with its rows finds them damaged."""
         try:
             yield
         except UNREADABLE as error:
@@ -278,9 +276,9 @@ class Log:
         import pyarrow.parquet as pq
 
         if self.attempts.last and not self._superseded:
-            with self._named():
+            with self.named():
                 return int(self.dataset().count_rows())
-        with self._named():
+        with self.named():
             sealed: int = sum(pq.read_metadata(path).num_rows for path in self._sealed.values())
         return sealed + sum(len(batch) for batch in self._batches)
 

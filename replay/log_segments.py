@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from replay.errors import TraceDamaged
 from replay.format import RECORD_SCHEMA
 from replay.log import CHECKSUM, UNREADABLE, TailReader, segment_files
-from replay.log_parquet import check_schema, opened
+from replay.log_parquet import check_schema, constants_of, opened
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Segment:
                 self._check_ranges(file)
 
     def _check_ranges(self, file: Any) -> None:
-        """Hold the footer's ranges, by which readers skip rows, to the values."""
+        """Hold to the values what the footer says of them, by which readers skip rows and columns."""
+        constants = constants_of(file.metadata, strict=True)
         for group in range(file.num_row_groups):
             for number, name in enumerate(RECORD_SCHEMA.names[:10]):
                 found = file.metadata.row_group(group).column(number).statistics
@@ -75,6 +76,9 @@ class Segment:
                 values = pc.min_max(file.read_row_group(group, [name])[name]).as_py()
                 if (found.min, found.max) != (values["min"], values["max"]):
                     raise TraceDamaged(f"{self.path} says of {name} what is not so: {found.min} to {found.max}.")
+            for name, value in constants.items():
+                if pc.any(pc.not_equal(file.read_row_group(group, [name])[name], value)).as_py():
+                    raise TraceDamaged(f"{self.path} says of {name} what is not so: {value} in all rows.")
 
     def tail(self) -> Tail | None:
         """Return what the batches left over, after they were read to the end."""

@@ -9,6 +9,9 @@ ours, and cannot give itself any: the settings are locked before it runs.
 """
 
 import contextlib
+import dataclasses
+import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +25,7 @@ from numpy.typing import NDArray
 from replay.errors import BadQuery, NotRecorded, ReplayError, TraceDamaged
 from replay.format import KEPT, MODES, RECORD_SCHEMA, STATISTICS, Stream
 from replay.log import UNREADABLE
+from replay.log_rows import NUMBER
 from replay.records import check_rows
 
 if TYPE_CHECKING:
@@ -43,8 +47,11 @@ _TYPES = {"rank": pa.int32(), "mode": _NAME, "kept": pa.bool_(), **_OF_STREAM, *
 _KEY = ("rank", "step", "layer", "kind", "call", "path")
 RECORDS = pa.schema([(name, _TYPES[name]) for name in (*_KEY, "micro", "mode", "dtype", "shape", "kept", *STATISTICS)])
 """The columns of `Trace.records`."""
-_NUMBER = "number of the record"
 _COLUMNS = (*RECORDS.names, "nbytes", "stream")
+_MADE_OF = {"rank": (), "kept": ("kept", "row", "stream"), **dict.fromkeys(_OF_STREAM, ("stream",))}
+"""The columns of the log that a column is made of, where that is not the one of its name."""
+_LOOKS_FURTHER = re.compile(rf"select|from|values|columns|records|streams|log_|getvariable|#|{NUMBER}", re.IGNORECASE)
+"""What is in a condition that reads other rows or columns than those it names."""
 
 MODULES = pa.schema(
     [("rank", pa.int32()), *((name, pa.string()) for name in ("layer", "class"))]
@@ -59,7 +66,7 @@ class Part:
 
     Attributes:
         rank: its number.
-        log: its records, a `pyarrow.dataset.Dataset` of the log's schema, perhaps filtered.
+        log: its records, perhaps filtered: a `pyarrow.dataset.Dataset` of the log's schema, or `LogRows`.
         streams: its table of streams.
         dropped: by stream, how many of its first rows have no tensor any more.
     """
@@ -93,6 +100,67 @@ def rows_where(parts: Sequence[Part], where: str) -> pa.Table:
         return _rows_where(connection, where, _COLUMNS).cast(RECORDS)
 
 
+def found_where(parts: Sequence[Part], where: str) -> list[pa.Table] | None:
+    """Return the rows for which a condition holds, by number, in ascending order.
+
+    The columns that the condition does not name are not read. That it can be answered so is not certain: `rows_where`
+    answers all others, and says what is wrong with those that have no answer.
+
+    Args:
+        parts: the ranks, each with a log that is `LogRows`.
+        where: a condition in DuckDB's SQL.
+
+    Returns:
+        A table a rank, with `NUMBER` and those columns of the log that were read to find them; None if the condition
+        has no answer, or perhaps looks at more than a row at a time.
+
+    Raises:
+        TraceDamaged: the log cannot be read.
+    """
+    import duckdb
+
+    if _LOOKS_FURTHER.search(where):
+        return None
+    columns = [name for name in _COLUMNS if name in where.casefold()]
+    trouble: list[ReplayError] = []
+    with connect() as connection:
+        parts = [dataclasses.replace(part, log=_scan(part, columns, trouble)) for part in parts]
+        try:
+            _add_records(connection, parts, columns)
+            known = [name for name in columns if name in _IN_LOG]
+            found = _rows_where(connection, where, columns, ["rank", NUMBER, *known])
+        except (duckdb.Error, BadQuery):
+            if trouble:
+                raise trouble[0] from None
+            return None
+    ranks, numbers = found["rank"].to_numpy(), found[NUMBER].to_numpy()
+    if not np.all((np.diff(ranks) > 0) | (np.diff(numbers) > 0)):  # which costs less than to sort what is in order
+        found = found.take(np.lexsort((numbers, ranks)))
+    ends = np.searchsorted(found["rank"].to_numpy(), [part.rank for part in parts], side="right").tolist()
+    found = found.drop_columns("rank")
+    return [found.slice(begin, end - begin) for begin, end in itertools.pairwise((0, *ends))]
+
+
+def _scan(part: Part, columns: Sequence[str], trouble: list[ReplayError]) -> pa.RecordBatchReader:
+    """Rows of a rank, by number, with the columns of the log that some columns of records are made of."""
+    made_of = (name for column in columns for name in _MADE_OF.get(column, (column,)))
+    schema = pa.schema([RECORD_SCHEMA.field(name) for name in dict.fromkeys(made_of)])
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        try:
+            for table in part.log.scan(schema.names, numbered=True):
+                check_rows(table, len(part.streams), Path(f"Rank {part.rank}"))
+                yield from table.to_batches()
+        except UNREADABLE as error:
+            trouble.append(_damaged(part, error))
+            raise
+        except TraceDamaged as error:  # DuckDB makes another error of it
+            trouble.append(error)
+            raise
+
+    return pa.RecordBatchReader.from_batches(schema.append(pa.field(NUMBER, pa.int64())), batches())
+
+
 def records_where(records: pa.Table, where: str, connection: "duckdb.DuckDBPyConnection | None" = None) -> pa.Table:
     """Return those of some records for which a condition holds, in their order.
 
@@ -122,9 +190,9 @@ def numbers_where(records: pa.Table, where: str, connection: "duckdb.DuckDBPyCon
         BadQuery: the condition cannot be understood.
     """
     # Most often nothing is found. So DuckDB gives numbers, and reads no column but those of the condition.
-    connection.register("records", records.append_column(_NUMBER, pa.array(np.arange(len(records)))))
+    connection.register("records", records.append_column(NUMBER, pa.array(np.arange(len(records)))))
     try:
-        numbers: NDArray[np.int64] = _rows_where(connection, where, RECORDS.names, [_NUMBER])[_NUMBER].to_numpy()
+        numbers: NDArray[np.int64] = _rows_where(connection, where, RECORDS.names, [NUMBER])[NUMBER].to_numpy()
         return np.sort(numbers)
     finally:
         connection.unregister("records")
@@ -204,19 +272,32 @@ def _damage_named(parts: Sequence[Part]) -> Iterator[None]:
                 for _ in part.log.to_batches():
                     pass
             except UNREADABLE as damage:
-                raise TraceDamaged(f"The log of rank {part.rank} cannot be read: {damage}") from None
+                raise _damaged(part, damage) from None
         raise
 
 
-def _add_records(connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part]) -> None:
-    """Make the tables `streams` and `records`, and lock the settings."""
+def _damaged(part: Part, damage: Exception) -> TraceDamaged:
+    return TraceDamaged(f"The log of rank {part.rank} cannot be read: {damage}")
+
+
+def _add_records(
+    connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part], columns: Sequence[str] = _COLUMNS
+) -> None:
+    """Make the tables `streams` and `records`, and lock the settings.
+
+    Args:
+        connection: to what.
+        parts: the ranks. A log that can be read but once has numbers, and rows that are known to be of streams.
+        columns: those that `records` has.
+    """
     connection.register("streams", _streams(parts))
     connection.execute(f"set variable modes = {list(MODES)}")
     views = []
     for part in parts:
         rank = part.rank
+        once = isinstance(part.log, pa.RecordBatchReader)
         connection.register(f"log_{rank}", part.log)
-        for name in _OF_STREAM:
+        for name in _OF_STREAM.keys() & set(columns):
             connection.execute(
                 f"set variable {name}_{rank} = (select list({name} order by stream) from streams where rank = {rank})"
             )
@@ -229,13 +310,15 @@ def _add_records(connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part])
             "kept": f"kept = {KEPT} and row >= getvariable('dropped_{rank}')[stream + 1]",
             **of_stream,
         }
-        columns = ", ".join(f'{made.get(name, _names([name]))} as "{name}"' for name in _COLUMNS)
-        views.append(f"select {columns} from log_{rank}")
-        odd = connection.sql(
-            f"select stream, mode from log_{rank} "
-            f"where stream not between 0 and {len(part.streams) - 1} or mode >= {len(MODES)} limit 1"
-        )
-        check_rows(odd.to_arrow_table(), len(part.streams), Path(f"Rank {rank}"))
+        wanted = dict.fromkeys((*columns, *(("rank", NUMBER) if once else ())))
+        made_of = ", ".join(f'{made.get(name, _names([name]))} as "{name}"' for name in wanted)
+        views.append(f"select {made_of} from log_{rank}")
+        if not once:
+            odd = connection.sql(
+                f"select stream, mode from log_{rank} "
+                f"where stream not between 0 and {len(part.streams) - 1} or mode >= {len(MODES)} limit 1"
+            )
+            check_rows(odd.to_arrow_table(), len(part.streams), Path(f"Rank {rank}"))
     connection.execute("create view records as " + " union all ".join(views))
     connection.execute("set lock_configuration = true")
 

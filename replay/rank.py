@@ -4,7 +4,7 @@ Records name streams by number, and a look into the log costs milliseconds whate
 once, for all records or for those of a layer and kind, and kept until the next refresh.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from replay.documents import read_end
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, TraceDamaged
 from replay.filters import Globs, Steps, matches, steps_condition
-from replay.format import KEPT, WHY_NOT_KEPT, Stream, numpy_dtype
+from replay.format import KEPT, RECORD_SCHEMA, STATISTICS, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
+from replay.log_rows import LogRows
 from replay.query import Part
 from replay.records import check_rows, described
 from replay.seal import further_streams, is_locked, is_sealed
@@ -28,6 +29,9 @@ from replay.stores import open_reader
 
 _SMALL_LOG = 1 << 19
 """Records of which the places, 33 bytes each, are looked up together."""
+
+_PART_ROWS = 1 << 18
+"""Of a part of the records at least, unless it is the last."""
 
 
 @dataclass(frozen=True)
@@ -159,11 +163,18 @@ class Rank:
             return WHY_NOT_KEPT.get(kept, "not kept")
         return str(self.dropped) if row < self.dropped.rows.get(stream.id, 0) else None
 
-    def part(self, number: int, layers: Globs, kinds: Globs, steps: Steps) -> Part:
-        """Return what DuckDB is shown of the rank."""
-        condition = self._condition(layers, kinds, steps)
-        log = self.log.dataset()
-        return Part(number, log if condition is None else log.filter(condition), self.streams, self.dropped.rows)
+    def part(self, number: int, log: Any) -> Part:
+        """Return what DuckDB is shown of the rank: its log, or some rows of it."""
+        return Part(number, log, self.streams, self.dropped.rows)
+
+    def dataset(self, layers: Globs, kinds: Globs, steps: Steps) -> Any:
+        """Return the log, or some rows of it, as a `pyarrow.dataset.Dataset`."""
+        condition, log = self._condition(layers, kinds, steps), self.log.dataset()
+        return log if condition is None else log.filter(condition)
+
+    def numbered(self, layers: Globs, kinds: Globs, steps: Steps) -> LogRows:
+        """Return the log, or some rows of it, by number."""
+        return self.log.numbered(self._condition(layers, kinds, steps))
 
     def _condition(self, layers: Globs, kinds: Globs, steps: Steps) -> Any:
         """Return a condition over the columns of the log for pyarrow, or None for all."""
@@ -177,14 +188,42 @@ class Rank:
 
     def records(self, number: int, layers: Globs, kinds: Globs, steps: Steps) -> pa.Table:
         """Return records as `Trace.records` does, of the rank of that number."""
-        condition = self._condition(layers, kinds, steps)
-        return self._described(number, self.log.table(None, condition))
+        return self._joined(number, self.numbered(layers, kinds, steps).scan(self._columns()))
 
     def record_parts(self, number: int, layers: Globs, kinds: Globs, steps: Steps) -> Iterator[pa.Table]:
-        """Yield them in parts."""
-        for table in self.log.tables(self._condition(layers, kinds, steps)):
-            yield self._described(number, table)
+        """Yield them in parts, one at least."""
+        return self._parts(number, self.numbered(layers, kinds, steps).scan(self._columns()))
 
-    def _described(self, number: int, table: pa.Table) -> pa.Table:
+    def numbered_records(self, number: int, rows: LogRows, found: pa.Table) -> pa.Table:
+        """Return the records that rows are which `found_where` has found."""
+        return self._joined(number, rows.take(found, self._columns()))
+
+    def numbered_parts(self, number: int, rows: LogRows, found: pa.Table) -> Iterator[pa.Table]:
+        """Yield them in parts, one at least."""
+        return self._parts(number, rows.take(found, self._columns()))
+
+    def _columns(self) -> list[str]:
+        """The columns of the log that a record is described by."""
+        return ["step", "stream", "call", "micro", "mode", "kept", *(["row"] if self.dropped.rows else []), *STATISTICS]
+
+    def _joined(self, number: int, tables: Iterator[pa.Table]) -> pa.Table:
+        with self.log.named():
+            found = list(tables)
+        return self._described(number, found)
+
+    def _parts(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        waiting: list[pa.Table] = []
+        with self.log.named():
+            for table in tables:
+                waiting.append(table)
+                if sum(map(len, waiting)) >= _PART_ROWS:
+                    yield self._described(number, waiting)
+                    waiting.clear()
+        yield self._described(number, waiting)
+
+    def _described(self, number: int, tables: Sequence[pa.Table]) -> pa.Table:
+        columns = self._columns()
+        nothing = pa.schema([RECORD_SCHEMA.field(name) for name in columns]).empty_table()
+        table = pa.concat_tables([nothing, *tables])
         check_rows(table, len(self.streams), self.directory)
         return described(table, self.streams, number, self.dropped.kept(table))

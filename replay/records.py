@@ -47,7 +47,7 @@ def described(table: pa.Table, streams: Sequence[Stream], rank: int, kept: NDArr
     """Return rows of the log as records.
 
     Args:
-        table: rows with all columns of the log.
+        table: rows with the columns of the log that are named below, and `stream`.
         streams: the streams of the rank, in the order of their ids; each that the rows name.
         rank: the rank.
         kept: shape `(rows,)`, whether the tensor is there.
@@ -62,7 +62,9 @@ def described(table: pa.Table, streams: Sequence[Stream], rank: int, kept: NDArr
     mode = _one_chunk(table["mode"], pa.uint8()).cast(pa.int32())
 
     def of_stream(values: list[str]) -> pa.Array:
-        return pa.DictionaryArray.from_arrays(stream, pa.array(values, pa.string()))
+        # Each name once, as Parquet and pandas want it.
+        names = pa.array(values, pa.string()).dictionary_encode()
+        return pa.DictionaryArray.from_arrays(names.indices.take(stream), names.dictionary)
 
     shapes = pa.array([list(s.whole[1]) for s in streams], pa.list_(pa.int64()))
     columns = {

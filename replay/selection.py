@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from replay import notebook
 from replay.array_files import Alike, write_npz, write_safetensors
 from replay.errors import MissingPackage, NotRecorded
-from replay.exported import common_dtype, plain, with_values
+from replay.exported import common_dtype, parquet_writer, plain, with_values
 from replay.filters import Names, Steps
 from replay.format import Locations
 from replay.new_file import new_file, new_folder
@@ -138,7 +138,9 @@ class Selection:
 
         if partition is None:
             with new_file(Path(path), overwrite=overwrite) as partial:
-                return _write(*self._parts(tensors), partial, pq.ParquetWriter, compression="zstd")
+                if tensors:
+                    return _write(*self._with_values(), partial, pq.ParquetWriter, compression="zstd")
+                return _write(*_with_schema(self._parts()), partial, parquet_writer)
         with new_folder(Path(path)) as partial:
             table = plain(self.stats())
             if not len(table):
@@ -156,17 +158,16 @@ class Selection:
         The arguments and errors are those of `to_parquet`.
         """
         with new_file(Path(path), overwrite=overwrite) as partial:
-            return _write(*self._parts(tensors), partial, pa.ipc.new_file)
+            parts = self._with_values() if tensors else _with_schema(map(plain, self._parts()))
+            return _write(*parts, partial, pa.ipc.new_file)
 
-    def _parts(self, tensors: bool) -> tuple[pa.Schema, Iterable[pa.Table]]:
-        """The records, in parts of which few are in memory at once, and their schema."""
-        if tensors:
-            table = plain(self.stats())
-            return with_values(table, self._tensor, _dtype_of(table))
-        # The next part is read while one is written.
-        parts = map(plain, self.trace.record_parts(self.layers, self.kinds, self.steps, self.where))
-        first = next(parts)
-        return first.schema, itertools.chain([first], parts)
+    def _parts(self) -> Iterator[pa.Table]:
+        """The records, in parts of which few are in memory at once: the next is read while one is written."""
+        return self.trace.record_parts(self.layers, self.kinds, self.steps, self.where)
+
+    def _with_values(self) -> tuple[pa.Schema, Iterable[pa.Table]]:
+        table = plain(self.stats())
+        return with_values(table, self._tensor, _dtype_of(table))
 
     def to_npz(self, path: str | Path, *, overwrite: bool = False) -> int:
         """Write the tensors to a file for `numpy.load`; return how many there are.
@@ -198,6 +199,11 @@ class Selection:
 
 def _dtype_of(table: pa.Table) -> np.dtype[Any]:
     return common_dtype(table["dtype"].unique().to_pylist())
+
+
+def _with_schema(parts: Iterator[pa.Table]) -> tuple[pa.Schema, Iterable[pa.Table]]:
+    first = next(parts)
+    return first.schema, itertools.chain([first], parts)
 
 
 def _write(schema: pa.Schema, parts: Iterable[pa.Table], path: Path, writer_of: Any, **options: Any) -> int:

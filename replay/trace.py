@@ -20,7 +20,8 @@ from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Globs, Names, Steps, check_globs, globs_of
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT
 from replay.history import history
-from replay.query import MODULES, answer, modules_of, rows_where
+from replay.log_rows import LogRows
+from replay.query import MODULES, answer, found_where, modules_of, rows_where
 from replay.rank import Rank
 from replay.ranks import ranks_of
 from replay.records import check_rows
@@ -311,23 +312,40 @@ class Trace:
         Raises:
             BadQuery: a filter cannot be understood, or a glob matches nothing that there is.
         """
-        wanted = self._wanted(layers, kinds)
+        wanted = (*self._wanted(layers, kinds), steps)
         ranks = sorted(self._ranks.items())
-        if where is not None:
-            return rows_where([rank.part(number, *wanted, steps) for number, rank in ranks], where)
-        parts = [rank.records(number, *wanted, steps) for number, rank in ranks]
+        if where is None:
+            parts = [rank.records(number, *wanted) for number, rank in ranks]
+        elif found := self._found(where, wanted):
+            parts = [self._ranks[number].numbered_records(number, *rows) for number, rows in found.items()]
+        else:
+            return rows_where([rank.part(number, rank.dataset(*wanted)) for number, rank in ranks], where)
         return pa.concat_tables(parts).unify_dictionaries()
 
     def record_parts(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
     ) -> Iterator[pa.Table]:
-        """Yield what `records` returns in parts, one at least; without `where`, few of them are in memory at once."""
-        if where is not None:
+        """Yield what `records` returns in parts, one at least, of which few are in memory at once.
+
+        Where a condition looks at more than a record at a time, as one with a subquery does, all are one part.
+        """
+        wanted = (*self._wanted(layers, kinds), steps)
+        if where is None:
+            for number, rank in sorted(self._ranks.items()):
+                yield from rank.record_parts(number, *wanted)
+        elif found := self._found(where, wanted):
+            for number, rows in found.items():
+                yield from self._ranks[number].numbered_parts(number, *rows)
+        else:
             yield self.records(layers, kinds, steps, where)
-            return
-        wanted = self._wanted(layers, kinds)
-        for number, rank in sorted(self._ranks.items()):
-            yield from rank.record_parts(number, *wanted, steps)
+
+    def _found(self, where: str, wanted: tuple[Globs, Globs, Steps]) -> dict[int, tuple[LogRows, pa.Table]]:
+        """Return by rank the rows for which a condition holds; nothing where that is not known: `found_where`."""
+        parts = [rank.part(number, rank.numbered(*wanted)) for number, rank in sorted(self._ranks.items())]
+        found = found_where(parts, where)
+        if found is None:
+            return {}
+        return {part.rank: (part.log, rows) for part, rows in zip(parts, found, strict=True)}
 
     def _wanted(self, layers: Names, kinds: Names) -> tuple[Globs, Globs]:
         found = globs_of(layers), globs_of(kinds)
@@ -356,7 +374,7 @@ class Trace:
             BadQuery: the query cannot be answered; the message has DuckDB's reason and the columns that are there.
             TraceDamaged: the log, or a tensor that the query looks at, cannot be read.
         """
-        parts = [rank.part(number, None, None, None) for number, rank in sorted(self._ranks.items())]
+        parts = [rank.part(number, rank.dataset(None, None, None)) for number, rank in sorted(self._ranks.items())]
         modules = {rank: self.modules(rank) for rank in self.ranks}
         more = {"scalars": (_SCALARS, self.scalars), "modules": (MODULES, lambda: modules_of(modules))}
         return answer(query, parts, more, self.tensor)

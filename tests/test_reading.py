@@ -233,11 +233,11 @@ def test_a_flipped_bit_is_named_and_never_returned(tmp_path):
 
 @pytest.mark.parametrize("sealed", [True, False])
 def test_an_export_in_parts_is_the_whole_in_its_order(tmp_path, monkeypatch, sealed):
+    monkeypatch.setattr("replay.rank._PART_ROWS", 4)
+    monkeypatch.setattr("replay.log.COMPACT_ROWS", 2)
     for rank in (0, 1):
         write_stored(tmp_path / "a", steps=7, rank=rank, sealed=sealed)
     trace = replay.open(tmp_path / "a")
-    monkeypatch.setattr("replay.log._PART_ROWS", 4)
-    monkeypatch.setattr("replay.log.COMPACT_ROWS", 2)
 
     parts = list(trace.record_parts())
     trace.select(steps=slice(1, 5)).to_parquet(tmp_path / "some.parquet")
