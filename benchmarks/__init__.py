@@ -1,1 +1,1 @@
-"""What recording costs a training."""
+"""What recording costs a training, and reading a trace."""

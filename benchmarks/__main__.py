@@ -87,7 +87,7 @@ def _measure(workload: str, mode: str) -> tuple[float, float, float, float]:
         model, loss = WORKLOADS[workload]()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         before = _block(workload, loss, optimizer)
-        directory = Path(tempfile.mkdtemp(dir="."))
+        directory = Path(tempfile.mkdtemp(prefix="hookrec-benchmark-"))
         try:
             with (
                 _copy(model) if mode == "statistics and copy" else contextlib.nullcontext(),

@@ -60,7 +60,7 @@ def main() -> None:
     chosen = parser.parse_args()
     committed: multiprocessing.Queue[float | None] = multiprocessing.Queue()
     found: list[float] = []
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory(prefix="hookrec-benchmark-") as folder:
         root = Path(folder)
         command = [sys.executable, "-m", "hookrec.cli", "daemon", folder, "--json"]
         command += ["--when", "n_nan > 0", "--poll", chosen.poll, *(["--no-rules"] if chosen.no_rules else [])]

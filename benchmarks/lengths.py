@@ -110,7 +110,7 @@ def main() -> None:
     }
     found = {}
     for name, lengths in cases.items():
-        with tempfile.TemporaryDirectory(dir=".") as folder:
+        with tempfile.TemporaryDirectory(prefix="hookrec-benchmark-") as folder:
             path = Path(folder) / "trace"
             found[name] = (
                 record(path, lengths, chosen.longest, chosen.width, chosen.store) | on_disk(path) | reads(path)

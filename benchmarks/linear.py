@@ -58,7 +58,7 @@ def _steps(model: nn.Module, x: Tensor, count: int, end: Any = lambda: None) -> 
 
 @contextlib.contextmanager
 def _recorded(model: nn.Module, **options: Any) -> Iterator[hookrec.Recorder]:
-    folder = Path(tempfile.mkdtemp(dir="."))
+    folder = Path(tempfile.mkdtemp(prefix="hookrec-benchmark-"))
     try:
         with hookrec.attach(model, folder / "trace", keep_free=0, clock="manual", **options) as recorder:
             yield recorder
@@ -107,7 +107,7 @@ def _floors(nbytes: int, count: int) -> tuple[float, float]:
     copies, writes = [], []
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE) as memory:
         target = np.frombuffer(memory, np.uint8)
-        folder = Path(tempfile.mkdtemp(dir="."))
+        folder = Path(tempfile.mkdtemp(prefix="hookrec-benchmark-"))
         try:
             file = _direct(folder / "bytes")
             for _ in range(count):

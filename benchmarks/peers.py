@@ -4,11 +4,12 @@ Each way takes the output of each leaf module and the gradient with respect to i
 tensors: by hookrec, by `torch.save` of each tensor or of a step's together, by safetensors, h5py or zarr-python in the
 hooks. The others keep eleven numbers of each: hookrec without tensors, and torch operations with `.item()`. torchlens
 and nnsight keep the outputs of a forward pass in memory, and no gradients; a further forward pass a step is given to
-them, which is in their time. What is not installed is left out with the reason (`pip install 'hookrec[peers]'`).
+them, which is in their time. What is not installed is left out with the reason (`pip install 'hookrec[peers]'`); so
+are smdebug and msprobe, of which nothing here says how they would be called.
 
 A round has a block of bare steps between any two ways, and a ratio is that to the mean of its two neighbours; the table
 has medians over rounds, of medians over steps. `finish ms` is the rest of the work when the steps are done, such as
-what the writer process still has to write. None of them waits for the disk itself.
+what the writer process still has to write. None of them waits for the disk itself. `MB a step` is room on the disk.
 """
 
 import argparse
@@ -127,6 +128,26 @@ def _h5py(model: nn.Module, folder: Path) -> Iterator[EndOfStep]:
 
 
 @contextlib.contextmanager
+def _h5py_appended(model: nn.Module, folder: Path) -> Iterator[EndOfStep]:
+    import h5py
+
+    folder.mkdir(exist_ok=True)
+    with h5py.File(folder / "tensors.h5", "w", libver="latest") as file:
+
+        def take(step: int, name: str, tensor: Tensor) -> None:
+            values = tensor.numpy()
+            if name not in file:
+                sizes: dict[str, Any] = {"maxshape": (None, *values.shape), "chunks": (1, *values.shape)}
+                file.create_dataset(name, (0, *values.shape), values.dtype, **sizes)
+            data = file[name]
+            data.resize(len(data) + 1, 0)
+            data[-1] = values
+
+        with _counting(model, take, file.flush) as end:
+            yield end
+
+
+@contextlib.contextmanager
 def _zarr(model: nn.Module, folder: Path) -> Iterator[EndOfStep]:
     import zarr
 
@@ -188,10 +209,13 @@ def _first_input(model: nn.Module) -> Tensor:
 PERSIST: dict[str, Way] = {
     "hookrec": _hookrec,
     "hookrec, hdf5": lambda model, folder: _hookrec(model, folder, store="hdf5"),
+    "hookrec, zstd": lambda model, folder: _hookrec(model, folder, compression="zstd"),
+    "hookrec, hdf5, zstd": lambda model, folder: _hookrec(model, folder, store="hdf5", compression="zstd"),
     "torch.save a tensor": _torch_save_tensor,
     "torch.save a step": _torch_save_step,
     "safetensors a step": _safetensors_step,
     "h5py in hooks": _h5py,
+    "h5py in hooks, appended": _h5py_appended,
     "zarr-python in hooks": _zarr,
 }
 STATISTICS: dict[str, Way] = {
@@ -200,12 +224,14 @@ STATISTICS: dict[str, Way] = {
 }
 IN_MEMORY: dict[str, Way] = {"torchlens": _torchlens, "nnsight": _nnsight}
 WAYS = PERSIST | STATISTICS | IN_MEMORY
+DEFAULT = tuple(way for way in WAYS if "zstd" not in way)
+_UNWRITTEN = ("smdebug", "msprobe")
 _PACKAGES = {"safetensors a step": "safetensors", "torchlens": "torchlens", "nnsight": "nnsight"}
 
 
 def measure(workload: str, names: list[str], rounds: int, steps: int) -> tuple[list[Row], dict[str, str]]:
     """Return a row a way, and why others are left out."""
-    ratios: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in names}
+    ratios: dict[str, list[tuple[float, float, float, float, float]]] = {name: [] for name in names}
     skipped: dict[str, str] = {}
     for _ in range(rounds):
         model, loss = WORKLOADS[workload]()
@@ -217,7 +243,7 @@ def measure(workload: str, names: list[str], rounds: int, steps: int) -> tuple[l
         for name in names:
             if name in skipped:
                 continue
-            folder = Path(tempfile.mkdtemp(dir="."))
+            folder = Path(tempfile.mkdtemp(prefix="hookrec-benchmark-"))
             try:
                 with contextlib.ExitStack() as stack:
                     end = stack.enter_context(WAYS[name](model, folder))
@@ -225,6 +251,7 @@ def measure(workload: str, names: list[str], rounds: int, steps: int) -> tuple[l
                     done = time.perf_counter()
                     stack.pop_all().close()
                     rest = time.perf_counter() - done
+                nbytes = sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
             except Exception as error:
                 if name not in _PACKAGES:
                     raise
@@ -234,13 +261,13 @@ def measure(workload: str, names: list[str], rounds: int, steps: int) -> tuple[l
                 shutil.rmtree(folder)
             after = _block(loss, optimizer, steps, lambda: None)
             bare = (before + after) / 2
-            ratios[name].append((bare, seconds, seconds / bare, rest))
+            ratios[name].append((bare, seconds, seconds / bare, rest, nbytes / (_WARM + steps)))
             before = after
     rows = []
     for name, found in ratios.items():
         if name in skipped:
             continue
-        bare, seconds, ratio, rest = map(statistics.median, zip(*found, strict=True))
+        bare, seconds, ratio, rest, nbytes = map(statistics.median, zip(*found, strict=True))
         each = (seconds - bare) / RECORDS[workload] * 1e6
         rows.append(
             {
@@ -252,9 +279,23 @@ def measure(workload: str, names: list[str], rounds: int, steps: int) -> tuple[l
                 "ratio": ratio,
                 "us a record": each,
                 "finish ms": rest * 1e3,
+                "MB a step": nbytes / 1e6,
             }
         )
     return rows, skipped
+
+
+def unwritten() -> dict[str, str]:
+    """Return why the peers that nothing here calls are left out."""
+    why = {}
+    for name in _UNWRITTEN:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            why[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+        else:
+            why[name] = "installed, but no way to call it is written"
+    return why
 
 
 def _kept_by(name: str) -> str:
@@ -277,7 +318,7 @@ def main() -> None:
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD", help=f"of {', '.join(WORKLOADS)}; all if none")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, help="of a block; as fits the workload if not given")
-    parser.add_argument("--way", action="append", choices=WAYS, help="may be repeated; all if not given")
+    parser.add_argument("--way", action="append", choices=WAYS, help="may be repeated; those without zstd if not given")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--keep", action="store_true", help="write benchmarks/results/peers.json")
     chosen = parser.parse_args()
@@ -289,8 +330,10 @@ def main() -> None:
     began, tables, left_out = facts(), {}, {}
     for workload in wanted:
         steps = chosen.steps or STEPS[workload]
-        tables[workload], skipped = measure(workload, chosen.way or list(WAYS), chosen.rounds, steps)
+        tables[workload], skipped = measure(workload, chosen.way or list(DEFAULT), chosen.rounds, steps)
         left_out |= skipped
+    if not chosen.way:
+        left_out |= unwritten()
     rows = [{"left out": name, "why": why} for name, why in left_out.items()]
     finish("peers", tables | ({"left out": rows} if rows else {}), began, as_json=chosen.json, keep=chosen.keep)
 

@@ -21,14 +21,14 @@ def measured(folder: Path, module: str, *arguments: str) -> dict:
 
 @pytest.mark.slow
 def test_each_peer_has_a_row_or_the_reason_why_it_is_left_out(tmp_path):
-    from benchmarks.peers import WAYS
+    from benchmarks.peers import DEFAULT
 
     tables = measured(tmp_path, "peers", "mlp", "--rounds", "1", "--steps", "1")["tables"]
 
     there = {row["way"] for row in tables["mlp"]}
     left_out = {row["left out"] for row in tables.get("left out", ())}
-    assert there | left_out == set(WAYS)
-    assert left_out <= {"torchlens", "nnsight", "safetensors a step"}
+    assert there | left_out == {*DEFAULT, "smdebug", "msprobe"}
+    assert left_out <= {"torchlens", "nnsight", "safetensors a step", "smdebug", "msprobe"}
 
 
 @pytest.mark.slow
@@ -39,3 +39,16 @@ def test_each_size_has_a_row(tmp_path):
     assert [row["MB a step"] for row in tables["bytes a step"]] == [1, 10]
     assert [row["steps"] for row in tables["steps"]] == [10, 100]
     assert all(row["us a record"] > 0 for row in tables["steps"])
+
+
+@pytest.mark.slow
+def test_each_reader_reads_what_was_recorded(tmp_path):
+    from benchmarks.reading import READERS
+
+    tables = measured(tmp_path, "reading", "--small")["tables"]
+
+    pairs = {(store, reader) for store, readers in READERS.items() for reader in readers}
+    assert {(row["store"], row["reader"]) for row in tables["one tensor of 8 KB, warm"]} == pairs
+    layers = tables["one layer of 4 MB tensors"]
+    assert {(row["store"], row["reader"]) for row in layers} == pairs | {(store, "dd") for store in READERS}
+    assert all(row["cold GB/s"] > 0 and row["warm GB/s"] > 0 for row in layers)
