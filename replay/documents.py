@@ -24,6 +24,7 @@ from replay.format import (
     parsed,
     whole_lines,
 )
+from replay.links import refuse_pipes
 from replay.ranks import ranks_of
 
 
@@ -40,6 +41,7 @@ def read_identity(path: Path) -> dict[str, Any]:
         raise TraceNotFound(
             f"{path} {what}. A trace is the directory that was given to hookrec.attach() or `hookrec run`."
         )
+    refuse_pipes((path, *ranks_of(path).values()))
     identity = _read(path / TRACE_FILE)
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))
