@@ -36,7 +36,11 @@ def read_identity(path: Path) -> dict[str, Any]:
         TraceTooNew: its version is newer than this reader.
         TraceDamaged: it is no such document.
     """
-    if not path.is_dir():
+    try:
+        there = path.is_dir()
+    except OSError as error:  # a name that is too long, or a folder that is closed to us
+        raise TraceNotFound(f"{path} cannot be looked at: {error.strerror}. Check the path.") from None
+    if not there:
         what = "is a file" if path.exists() else "does not exist"
         raise TraceNotFound(
             f"{path} {what}. A trace is the directory that was given to hookrec.attach() or `hookrec run`."
