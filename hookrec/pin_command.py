@@ -1,6 +1,5 @@
 """`hookrec pin` and `unpin`: which traces keep their tensors, whatever the quota."""
 
-import os
 from pathlib import Path
 
 import click
@@ -20,7 +19,8 @@ def pin(trace: Path) -> None:
     """
     with replay.open(trace):
         try:
-            os.close(os.open(trace / PINNED_FILE, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666))
+            if not (trace / PINNED_FILE).exists():
+                (trace / PINNED_FILE).touch(exist_ok=False)  # it makes no file where a link leads
         except OSError as error:
             raise click.ClickException(f"{printable(trace)} cannot be pinned: {error.strerror}.") from None
     say(f"{printable(trace)} is pinned: no quota drops its tensors", err=True)

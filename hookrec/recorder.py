@@ -454,9 +454,10 @@ def _make_directories(path: Path, rank: int, ranks: int, undo: contextlib.ExitSt
 
 
 def _remove_empty(path: Path) -> None:
-    for leftover in path.iterdir():
-        if leftover.is_file() and leftover.stat().st_size == 0:
-            leftover.unlink()
+    with contextlib.suppress(OSError):  # to look into it may take a file more than there are
+        for leftover in path.iterdir():
+            if leftover.is_file() and leftover.stat().st_size == 0:
+                leftover.unlink()
     with contextlib.suppress(OSError):
         path.rmdir()
 

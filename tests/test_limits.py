@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -107,9 +108,11 @@ def test_a_writer_that_finds_no_process_to_follow_it_costs_the_recording_alone(t
     else:
         os.kill(writer.pid, signal.SIGSTOP)
         losses += train(model, 59)
-        os.kill(writer.pid, signal.SIGKILL)
+        timer = threading.Timer(0.5, os.kill, [writer.pid, signal.SIGKILL])  # while the training waits for it
+        timer.start()
         with pytest.warns(hookrec.HookrecWarning):
             recorder.detach()
+        timer.join()
 
     assert losses == bare
 
