@@ -23,7 +23,7 @@ from hookrec.provenance import provenance_of
 from hookrec.resume import SHARED_FILES, Predecessor, cut_torn_line
 from replay.attempts import read_attempts
 from replay.documents import read_end, read_identity, read_laid_aside, read_notes, read_scalars, read_triggers
-from replay.errors import ReplayError
+from replay.errors import ReplayError, TraceDamaged
 from replay.files import sync
 from replay.format import (
     ATTEMPTS_FILE,
@@ -125,7 +125,7 @@ def locked_soon(directory: Path, wait_s: float) -> Iterator[None]:
         wait_s: how long to wait for it.
 
     Raises:
-        CannotResume: another writer still holds it.
+        CannotResume: another writer still holds it, or there is a link in it.
     """
     deadline = time.monotonic() + wait_s
     with contextlib.ExitStack() as stack:
@@ -133,6 +133,8 @@ def locked_soon(directory: Path, wait_s: float) -> Iterator[None]:
             try:
                 stack.enter_context(locked(directory))
                 break
+            except TraceDamaged as error:
+                raise CannotResume(str(error).removesuffix(".")) from None
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise CannotResume(

@@ -52,7 +52,7 @@ def only_one(root: Path) -> Iterator[None]:
     directory = root / DAEMON_DIRECTORY
     try:
         directory.mkdir(exist_ok=True)
-        fd = os.open(directory / DAEMON_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fd = os.open(directory / DAEMON_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise DaemonError(
             f"{printable(root)} cannot be written to ({error.strerror}), and the daemon keeps its lock and the alerts "

@@ -19,7 +19,8 @@ def pin(trace: Path) -> None:
     """
     with replay.open(trace):
         try:
-            (trace / PINNED_FILE).touch()
+            if not (trace / PINNED_FILE).exists():
+                (trace / PINNED_FILE).touch(exist_ok=False)  # it makes no file where a link leads
         except OSError as error:
             raise click.ClickException(f"{printable(trace)} cannot be pinned: {error.strerror}.") from None
     say(f"{printable(trace)} is pinned: no quota drops its tensors", err=True)

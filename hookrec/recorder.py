@@ -182,7 +182,12 @@ class Recorder:
         self.path = path
         with contextlib.ExitStack() as stack:
             rank, ranks = _rank()
-            rank_directory = _make_directories(path, rank, ranks, stack, resume=resume is not False)
+            try:
+                rank_directory = _make_directories(path, rank, ranks, stack, resume=resume is not False)
+            except OSError as error:
+                raise AttachError(
+                    f"{path} cannot be made: {error.strerror}. Choose a directory where you may write."
+                ) from None
             first_step = None if resume is True else resume
             attempt = {"first_step": first_step, "ranks": ranks, "wait_s": _WAIT_S}
             config = {
@@ -391,6 +396,8 @@ def _as_models(model: nn.Module | Mapping[str, nn.Module]) -> Mapping[str, nn.Mo
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
+    if "\0" in os.fsdecode(path):
+        raise AttachError(f"{os.fsdecode(path)!r} has a null byte in it, which no path has. Choose another.")
     try:
         return Path(os.path.abspath(path))
     except OSError:
@@ -420,7 +427,8 @@ def _make_directories(path: Path, rank: int, ranks: int, undo: contextlib.ExitSt
     """Make the directories of the trace and of this process's rank, as far as they are not there.
 
     Raises:
-        AttachError: they cannot be made, or something is there already.
+        AttachError: something is there already.
+        OSError: they cannot be made.
     """
     if path.exists() and not path.is_dir():
         raise AttachError(f"{path} is a file. A trace is a directory: choose another path.")
@@ -437,21 +445,19 @@ def _make_directories(path: Path, rank: int, ranks: int, undo: contextlib.ExitSt
         )
     if ranks == 1 and path.exists() and any(path.iterdir()):
         raise AttachError(f"{path} is not empty and is no trace. Choose a new directory, such as {path / 'trace'}.")
-    try:
-        if not path.exists():
-            path.mkdir(parents=True, exist_ok=True)
-            undo.callback(_remove_empty, path)
-        rank_directory.mkdir()
-        undo.callback(_remove_empty, rank_directory)
-    except OSError as error:
-        raise AttachError(f"{path} cannot be made: {error.strerror}. Choose a directory where you may write.") from None
+    if not path.exists():
+        path.mkdir(parents=True, exist_ok=True)
+        undo.callback(_remove_empty, path)
+    rank_directory.mkdir()
+    undo.callback(_remove_empty, rank_directory)
     return rank_directory
 
 
 def _remove_empty(path: Path) -> None:
-    for leftover in path.iterdir():
-        if leftover.is_file() and leftover.stat().st_size == 0:
-            leftover.unlink()
+    with contextlib.suppress(OSError):  # to look into it may take a file more than there are
+        for leftover in path.iterdir():
+            if leftover.is_file() and leftover.stat().st_size == 0:
+                leftover.unlink()
     with contextlib.suppress(OSError):
         path.rmdir()
 

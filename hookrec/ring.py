@@ -160,11 +160,20 @@ class Ring:
     def __init__(self, ring_bytes: int, writer_alive: Callable[[], bool], succeed: Callable[[], None]) -> None:
         self.size = max(-(-ring_bytes // PAGE) * PAGE, MINIMUM_BYTES)
         self.fd = os.memfd_create("hookrec-ring", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, PAGE + self.size)
-        # Populated at once: a page of fresh memory costs more at its first touch than the copy into it.
-        self.map = mmap.mmap(self.fd, PAGE + self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        try:
+            os.ftruncate(self.fd, PAGE + self.size)
+            # Populated at once: a page of fresh memory costs more at its first touch than the copy into it.
+            self.map = mmap.mmap(self.fd, PAGE + self.size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        try:
+            self._connect()
+        except BaseException:
+            self.map.close()
+            os.close(self.fd)
+            raise
         self.control = Control(memoryview(self.map))
-        self._connect()
         self._alive = writer_alive
         self._succeed = succeed
         # The last message that the writer has acknowledged, and those after it. All counts are taken from here, so

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +40,31 @@ class WriterProcess:
     """
 
     def __init__(self, config: dict[str, Any], ring_bytes: int, restarts: int = 0) -> None:
-        self.ring = Ring(ring_bytes, self.is_alive, self._succeed)
         self._config = config
         self._restarts = restarts
-        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes its last words there
         self._pid = os.getpid()
-        try:
-            self._process = self._start()
+        with contextlib.ExitStack() as undo:
+            try:
+                # The process writes its last words there, also where no folder for temporary files is left.
+                self._words = undo.enter_context(os.fdopen(os.memfd_create("hookrec-words"), "w+b"))
+                self.ring = Ring(ring_bytes, self.is_alive, self._succeed)
+                undo.callback(self.ring.release)
+                undo.callback(self.ring.close)
+            except (OSError, OverflowError) as error:
+                raise AttachError(
+                    f"A ring of {ring_bytes:,} bytes of shared memory cannot be made: {error}. Choose a smaller one, "
+                    "such as ring='64MB', or raise the limits that `ulimit -a` shows."
+                ) from None
+            try:
+                self._process = self._start()
+            except OSError as error:
+                raise AttachError(f"The writer process cannot be started: {error}.") from None
             answer = self._greet(config)
             if "attempt" in answer:
                 self._config = {**config, "attempt": answer["attempt"]}
                 self.ring.go_on(answer)
             self.first_step: int = answer.get("attempt", {}).get("first_step", 0)
-        except BaseException:
-            self.ring.close()
-            self._words.close()
-            raise
+            undo.pop_all()
 
     def _start(self) -> "subprocess.Popen[bytes]":
         fds = (self.ring.fd, self.ring.writer_socket.fileno())
@@ -106,10 +114,10 @@ class WriterProcess:
         if not self._restarts:
             raise WriterGone(f"the writer process is gone: {how}")
         self._restarts -= 1
-        self.ring.reconnect()
         done = self.ring.acknowledged()
-        self._process = self._start()
         try:
+            self.ring.reconnect()
+            self._process = self._start()
             self._greet(
                 {
                     **self._config,
@@ -118,7 +126,7 @@ class WriterProcess:
                     "predecessor": {"rows": done.rows, "scalars": done.scalars, "notes": done.notes, "why": how},
                 }
             )
-        except AttachError as error:
+        except (AttachError, OSError) as error:  # no process or file may be left for one
             raise WriterGone(f"the writer process is gone ({how}), and another could not go on: {error}") from None
         warn(f"the writer process is gone ({how}); another goes on in the same trace.")
 

@@ -66,6 +66,10 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except ReplayError as error:
             raise Unanswered(printable_lines(error)) from None
+        except BrokenPipeError:
+            raise  # whoever read has enough: click ends without a word
+        except OSError as error:
+            raise Unanswered(printable_lines(error)) from None
         except click.ClickException as error:
             error.message = printable_lines(error.message)  # type: ignore[misc]
             raise

@@ -24,6 +24,7 @@ from replay.format import (
     parsed,
     whole_lines,
 )
+from replay.links import refuse_pipes
 from replay.ranks import ranks_of
 
 
@@ -35,11 +36,16 @@ def read_identity(path: Path) -> dict[str, Any]:
         TraceTooNew: its version is newer than this reader.
         TraceDamaged: it is no such document.
     """
-    if not path.is_dir():
+    try:
+        there = path.is_dir()
+    except OSError as error:  # a name that is too long, or a folder that is closed to us
+        raise TraceNotFound(f"{path} cannot be looked at: {error.strerror}. Check the path.") from None
+    if not there:
         what = "is a file" if path.exists() else "does not exist"
         raise TraceNotFound(
             f"{path} {what}. A trace is the directory that was given to hookrec.attach() or `hookrec run`."
         )
+    refuse_pipes((path, *ranks_of(path).values()))
     identity = _read(path / TRACE_FILE)
     if identity is None:
         inside = sorted(child.parent.name for child in path.glob(f"*/{TRACE_FILE}"))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
 from replay.format import DROPPED_FILE, KEPT, RAGGED, Stream, parsed, write_whole
+from replay.links import refuse_links
 from replay.log import Log
 from replay.ragged import Member, Shards, forget_shards, shards_of, tensors_before
 from replay.seal import COLUMNS_OF_ROWS, read_streams, rows_of
@@ -177,10 +178,11 @@ def finish_dropping(rank_directory: Path) -> None:
 
     Raises:
         OSError: one could not be removed.
-        TraceDamaged: what was dropped cannot be read.
+        TraceDamaged: what was dropped cannot be read, or there is a link among the files.
     """
     rows = read_dropped(rank_directory).rows
     if rows:
+        refuse_links(rank_directory)
         streams = [stream for stream in read_streams(rank_directory) if stream.id in rows]
         _remove_below(rank_directory / DIRECTORY, (stream for stream in streams if stream.layout != RAGGED), rows)
         places = {str(stream.location) for stream in streams if stream.layout == RAGGED}

@@ -38,7 +38,7 @@ class Files:
     """
 
     def __init__(self, flags: int) -> None:
-        self._flags = flags | os.O_CLOEXEC
+        self._flags = flags | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe in the place of a file would be waited for
         self._fds: OrderedDict[tuple[Path, bool], int] = OrderedDict()
         self._unsynced: set[Path] = set()
         self._most = min(_OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)

@@ -347,7 +347,9 @@ def as_attribute(name: str) -> str:
 def write_whole(path: Path, text: str, *, durable: bool = False) -> None:
     """Write a small file so that it is there whole or not at all; if `durable`, after a loss of power as well."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.unlink(missing_ok=True)  # left by a kill, or a link to a file of somebody else
+    with partial.open("x", encoding="utf-8") as file:
+        file.write(text)
     if durable:
         sync(partial)
     os.replace(partial, path)

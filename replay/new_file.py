@@ -22,6 +22,7 @@ def new_file(target: Path, *, overwrite: bool) -> Iterator[Path]:
     partial = target.with_name(target.name + ".partial")
     try:
         _check(target, overwrite=overwrite)
+        partial.unlink(missing_ok=True)  # left by one that was killed, or a link that would be followed
         try:
             yield partial
             partial.replace(target)

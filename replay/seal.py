@@ -32,6 +32,7 @@ from replay.format import (
     whole_lines,
     write_whole,
 )
+from replay.links import refuse_link, refuse_links
 from replay.log import Log, compact_all
 from replay.stores import seal_streams
 
@@ -159,7 +160,7 @@ def is_sealed(rank_directory: Path) -> bool:
 def is_locked(directory: Path, file: str = LOCK_FILE) -> bool:
     """Whether a writer is at work on the rank, or whoever else locks a file in a directory."""
     try:
-        fd = os.open(directory / file, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(directory / file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # no pipe is waited for
     except FileNotFoundError:
         return False
     try:
@@ -173,12 +174,14 @@ def is_locked(directory: Path, file: str = LOCK_FILE) -> bool:
 
 @contextmanager
 def locked(rank_directory: Path) -> Iterator[None]:
-    """Hold the writer's lock of a rank.
+    """Hold the writer's lock of a rank. All that changes a rank is done inside.
 
     Raises:
         BlockingIOError: another writer holds it.
+        TraceDamaged: there is a link in it, and what is written would go elsewhere.
     """
-    fd = os.open(rank_directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    refuse_link(rank_directory)
+    fd = os.open(rank_directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     try:
         for wait_s in (0.01, 0.05, None):
             try:
@@ -188,6 +191,7 @@ def locked(rank_directory: Path) -> Iterator[None]:
                 if wait_s is None:
                     raise
                 time.sleep(wait_s)  # whoever asks `is_locked` holds it for a moment, and a daemon asks every second
+        refuse_links(rank_directory)
         yield
     finally:
         os.close(fd)

@@ -39,6 +39,7 @@ from replay.format import (
     parsed,
     whole_lines,
 )
+from replay.links import refuse_pipes
 from replay.log_segments import segments_of
 from replay.ranks import ranks_of
 from replay.seal import COLUMNS_OF_ROWS, is_sealed, rows_of, totals
@@ -82,6 +83,11 @@ def verify(trace: Path, progress: Progress | None = None) -> Iterator[Problem]:
         TraceNotFound: there is no trace at the path.
         TraceTooNew: it has a newer version of the format.
     """
+    try:
+        refuse_pipes((trace, *ranks_of(trace).values()))
+    except TraceDamaged as error:
+        yield Problem(str(error), TRACE_FILE)
+        return
     try:
         read_identity(trace)
     except TraceDamaged as error:

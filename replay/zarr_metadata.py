@@ -158,7 +158,9 @@ def small_faults(path: Path, values: NDArray[Any], names: list[str], what: str) 
 
 
 def bytes_of(path: Path, begin: int = 0) -> bytes | None:
-    """Return a file from a byte on, counted from its end; None if it is not there, or shorter."""
+    """Return a file from a byte on, counted from its end; None if it is not there, no file, or shorter."""
+    if not path.is_file():
+        return None
     try:
         with path.open("rb") as file:
             file.seek(begin, os.SEEK_END if begin else os.SEEK_SET)
