@@ -166,36 +166,30 @@ def ls(
 ) -> None:
     """List what is recorded of each layer: kinds, dtypes, shapes, how many records.
 
-    Where there are more than three shapes of a tensor, they are in one line; --json has a line for each.
+    Where there are more than three shapes of a tensor, they are in one line; --json has a line for each. Where a part
+    of each tensor is stored, or its values in another dtype, "stored as" says what.
     """
+    from replay.contents import contents, with_few_shapes
+
     opened = replay.open(trace, attempt)
-    table = opened.records(layers or None, kinds or None, where=where)
-    key = ("layer", "kind", "path", "dtype", "shape")
-    found: dict[tuple[Any, ...], list[int]] = {}
-    for *names, shape, step, kept in zip(*(table[n].to_pylist() for n in (*key, "step", "kept")), strict=True):
-        entry = found.setdefault((*names, tuple(shape)), [0, 0, step, step])
-        entry[0] += 1
-        entry[1] += kept
-        entry[2:] = min(entry[2], step), max(entry[3], step)
-    rows = [dict(zip((*key, "records", "tensors", "first", "last"), (*k, *v), strict=True)) for k, v in found.items()]
-    print_rows(rows if as_json else _joined_shapes(rows), as_json)
-    say_if_empty(rows, opened)
+    lines = contents(opened, layers or None, kinds or None, where)
+    if as_json:
+        print_json(lines)
+    else:
+        rows = [_stored_in_words(line) for line in with_few_shapes(lines)]
+        in_part = any(row["stored as"] for row in rows)
+        print_rows(rows, as_json, [name for name in rows[0] if in_part or name != "stored as"] if rows else ())
+    say_if_empty(lines, opened)
 
 
-def _joined_shapes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines that differ in shape alone as one, where they are more than a reader wants to see."""
-    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in rows:
-        alike.setdefault(tuple(row[name] for name in ("layer", "kind", "path", "dtype")), []).append(row)
-    joined = []
-    for lines in alike.values():
-        if len(lines) <= _FEW_SHAPES:
-            joined += lines
-            continue
-        sums = {name: sum(line[name] for line in lines) for name in ("records", "tensors")}
-        ends = {"first": min(line["first"] for line in lines), "last": max(line["last"] for line in lines)}
-        joined.append({**lines[0], "shape": f"{len(lines)} shapes", **sums, **ends})
-    return joined
+def _stored_in_words(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line with what is stored of each tensor, beside what was recorded, where that is another thing."""
+    line = dict(line)
+    stored = line.pop("stored_dtype"), line.pop("stored_shape")
+    words = "" if stored == (line["dtype"], line["shape"]) else f"{stored[0]} {cell_text(stored[1])}"
+    names = list(line)
+    at = names.index("shape") + 1
+    return {**{name: line[name] for name in names[:at]}, "stored as": words, **{n: line[n] for n in names[at:]}}
 
 
 @main.command()
@@ -220,8 +214,8 @@ def stats(
     On a terminal, with a curve of l2 over all steps; `replay trend` explains it.
     """
     opened = replay.open(trace, attempt)
-    table = opened.records(layers or None, kinds or None, step, where)
-    rows, columns = table.slice(0, limit).to_pylist(), list(_COLUMNS)
+    chosen = layers or None, kinds or None, step, where
+    rows, columns = opened.records(*chosen, limit=limit).to_pylist(), list(_COLUMNS)
     if rows and on_terminal() and not as_json:
         from replay.sparklines import curves, place_of
         from replay.timelines import timelines
@@ -230,9 +224,9 @@ def stats(
         columns.append("l2 over steps")
         rows = [{**row, "l2 over steps": curve[place_of(row)]} for row in rows]
     print_rows(rows, as_json, columns)
-    say_if_empty(table, opened)
-    if len(table) > limit:
-        say(f"{len(table) - limit:,} more; --limit shows them.", err=True)
+    say_if_empty(rows, opened)
+    if len(rows) == limit and (more := opened.columns("count(*) as n", *chosen)["n"][0].as_py() - limit):
+        say(f"{more:,} more; --limit shows them.", err=True)
 
 
 @main.command()

@@ -23,6 +23,9 @@ from replay.printable import printable, printable_lines
 _WORDS = ("layer", "kind", "path", "dtype", "shape", "rule", "severity", "advice", "trace", "status")
 
 
+FIRST_S = 3.0
+"""Seconds without a word, after which work that takes longer says how far it is."""
+
 EXIT = """\b
 Exit status of all commands:
   0  the question was answered, the work done
@@ -126,7 +129,8 @@ def progress(what: str, every_s: float = 10.0) -> Iterator[Callable[[int, int], 
 
     Args:
         what: of which there are many, such as "records".
-        every_s: seconds between two lines, where stderr is no terminal. Work that is shorter says nothing.
+        every_s: seconds between two lines, where stderr is no terminal. The first comes after `FIRST_S`; work that is
+            shorter says nothing.
     """
     if sys.stderr.isatty():
         from rich.console import Console
@@ -137,7 +141,7 @@ def progress(what: str, every_s: float = 10.0) -> Iterator[Callable[[int, int], 
             task = bar.add_task(what, total=None)
             yield lambda done, total: bar.update(task, completed=done, total=total)
         return
-    due = time.monotonic() + every_s
+    due = time.monotonic() + min(FIRST_S, every_s)
 
     def tell(done: int, total: int) -> None:
         nonlocal due

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 import replay
-from replay.command_line import json_option, names_option, print_json, print_rows, say
+from replay.command_line import json_option, names_option, print_json, print_rows, progress, say
 from replay.diff import Diff
 from replay.errors import BadQuery
 from replay.printable import printable
@@ -33,6 +33,7 @@ _COLUMNS = ("layer", "kind", "differ", "step", "max_abs", "relative", "cosine", 
 @click.option("--noise", type=click.Path(path_type=Path), help="A second run of A: what differs there is noise.")
 @click.option("--ranks", help="Which rank of A against which of B, such as 0,1; without B, ranks of A.")
 @click.option("--shift", default=0, help="Compare step s of A with step s + SHIFT of B.")
+@click.option("--attempt", help="Of resumed trainings: 0 or 0,1, up to which attempt of A, and of B; see replay info.")
 @click.option("--pair", type=click.Choice(["rows"]), help="Pair the samples of a batch by their values.")
 @click.option("--stop", is_flag=True, help="Stop after the step of the first divergence.")
 @click.option("--limit", default=20, show_default=True, type=click.IntRange(1, 2**31), help="Layers to print.")
@@ -48,6 +49,7 @@ def diff(
     noise: Path | None,
     ranks: str | None,
     shift: int,
+    attempt: str | None,
     pair: str | None,
     stop: bool,
     limit: int,
@@ -58,11 +60,12 @@ def diff(
     Ends with 0 if there is no difference, with 1 if there is one, or a record without a partner, and with 2 if the
     traces cannot be compared or the command is wrong.
     """
+    attempts = _attempts(attempt)
     try:
-        with _progress() as progress:
+        with _progress() as told:
             found = replay.diff(
-                a,
-                b,
+                replay.open(a, attempts[0]),
+                None if b is None else replay.open(b, attempts[1]),
                 layers=layers or None,
                 kinds=kinds or None,
                 steps=_steps(steps),
@@ -73,7 +76,7 @@ def diff(
                 shift=shift,
                 pair=pair,
                 stop=stop,
-                progress=progress,
+                progress=told,
             )
     except KeyboardInterrupt:
         say("interrupted; nothing was found out", err=True)
@@ -88,9 +91,10 @@ def diff(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[float], None] | None]:
-    """A bar on a terminal, after a second."""
+    """A bar on a terminal, after a second; elsewhere a line now and then, from the third second on."""
     if not sys.stderr.isatty():
-        yield None
+        with progress("thousandths compared") as tell:
+            yield lambda part: tell(int(1000 * part), 1000)
         return
     import time
 
@@ -148,6 +152,17 @@ def _tolerance(given: tuple[str, ...]) -> Any:
         except ValueError:
             raise BadQuery(f"--tolerance {item!r} is no number, nor DTYPE=NUMBER such as bfloat16=0.02.") from None
     return found
+
+
+def _attempts(text: str | None) -> tuple[int | None, int | None]:
+    """Read what --attempt says; one that is left out is the latest."""
+    if text is None:
+        return None, None
+    parts = text.split(",")
+    if len(parts) > 2 or not all(part.strip() == "" or part.strip().isdecimal() for part in parts):
+        raise BadQuery(f"--attempt {text!r} is not an attempt of A, or one of A and one of B; write 0, ',0' or 0,1.")
+    a, b = (int(part) if part.strip() else None for part in [*parts, ""][:2])
+    return a, b
 
 
 def _ranks(text: str | None) -> tuple[int, int] | None:

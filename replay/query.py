@@ -84,12 +84,30 @@ def connect() -> "duckdb.DuckDBPyConnection":
     return duckdb.connect(config=_NO_ACCESS)
 
 
-def rows_where(parts: Sequence[Part], where: str) -> pa.Table:
+def rows_where(parts: Sequence[Part], where: str | None, limit: int | None = None) -> pa.Table:
     """Return the records for which a condition holds, in the order of execution.
 
     Args:
         parts: the ranks.
-        where: a condition in DuckDB's SQL.
+        where: a condition in DuckDB's SQL; all records if None.
+        limit: how many are wanted, the first ones. No more of the log is read than they need.
+
+    Raises:
+        BadQuery: the condition cannot be understood.
+        TraceDamaged: the log cannot be read.
+    """
+    most = "" if limit is None else f"limit {limit}"
+    return columns_where(parts, where, _names(RECORDS.names), most).cast(RECORDS)
+
+
+def columns_where(parts: Sequence[Part], where: str | None, columns: str, further: str = "") -> pa.Table:
+    """Return columns that are worked out from the records for which a condition holds; memory is that of the answer.
+
+    Args:
+        parts: the ranks.
+        where: a condition in DuckDB's SQL; all records if None.
+        columns: the columns, in SQL. Those that were given by a user do not belong here.
+        further: what follows the condition, such as `group by`.
 
     Raises:
         BadQuery: the condition cannot be understood.
@@ -97,7 +115,7 @@ def rows_where(parts: Sequence[Part], where: str) -> pa.Table:
     """
     with connect() as connection, _damage_named(parts):
         _add_records(connection, parts)
-        return _rows_where(connection, where, _COLUMNS).cast(RECORDS)
+        return _rows_where(connection, "true" if where is None else where, _COLUMNS, columns, further)
 
 
 def found_where(parts: Sequence[Part], where: str) -> list[pa.Table] | None:
@@ -128,7 +146,7 @@ def found_where(parts: Sequence[Part], where: str) -> list[pa.Table] | None:
         try:
             _add_records(connection, parts, columns)
             known = [name for name in columns if name in _IN_LOG]
-            found = _rows_where(connection, where, columns, ["rank", NUMBER, *known])
+            found = _rows_where(connection, where, columns, _names(["rank", NUMBER, *known]))
         except (duckdb.Error, BadQuery):
             if trouble:
                 raise trouble[0] from None
@@ -192,14 +210,14 @@ def numbers_where(records: pa.Table, where: str, connection: "duckdb.DuckDBPyCon
     # Most often nothing is found. So DuckDB gives numbers, and reads no column but those of the condition.
     connection.register("records", records.append_column(NUMBER, pa.array(np.arange(len(records)))))
     try:
-        numbers: NDArray[np.int64] = _rows_where(connection, where, RECORDS.names, [NUMBER])[NUMBER].to_numpy()
+        numbers: NDArray[np.int64] = _rows_where(connection, where, RECORDS.names, _names([NUMBER]))[NUMBER].to_numpy()
         return np.sort(numbers)
     finally:
         connection.unregister("records")
 
 
 def _rows_where(
-    connection: "duckdb.DuckDBPyConnection", where: str, columns: Sequence[str], wanted: Sequence[str] = RECORDS.names
+    connection: "duckdb.DuckDBPyConnection", where: str, columns: Sequence[str], wanted: str, further: str = ""
 ) -> pa.Table:
     import duckdb
 
@@ -209,7 +227,7 @@ def _rows_where(
             raise BadQuery(
                 f"The condition {where!r} cannot be understood: it is not one condition. Join several by `and`, `or`."
             )
-        return connection.sql(f"select {_names(wanted)} from records where (\n{where}\n)").to_arrow_table()
+        return connection.sql(f"select {wanted} from records where (\n{where}\n) {further}").to_arrow_table()
     except duckdb.Error as error:
         reason = _reason(error).splitlines()[0]
         raise BadQuery(
@@ -332,10 +350,12 @@ def _streams(parts: Sequence[Part]) -> pa.Table:
         "path": pa.string(),
         "dtype": pa.string(),
         "shape": pa.list_(pa.int64()),
+        "stored_dtype": pa.string(),
+        "stored_shape": pa.list_(pa.int64()),
         "location": pa.string(),
     }
     rows = [
-        (part.rank, s.id, s.layer, s.kind, s.path, s.whole[0], list(s.whole[1]), s.location)
+        (part.rank, s.id, s.layer, s.kind, s.path, s.whole[0], list(s.whole[1]), s.dtype, list(s.shape), s.location)
         for part in parts
         for s in part.streams
     ]

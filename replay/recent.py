@@ -146,12 +146,17 @@ class Recent(Trace):
         return self._earlier + at, self._recent_steps[at:]
 
     def records(
-        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+        self,
+        layers: Names = None,
+        kinds: Names = None,
+        steps: Steps = None,
+        where: str | None = None,
+        limit: int | None = None,
     ) -> pa.Table:
         """Return what `Trace.records` does."""
         begin = self._begin_of(steps)
-        if begin is None or layers is not None or kinds is not None or where is not None:
-            return super().records(layers, kinds, steps, where)
+        if begin is None or any(given is not None for given in (layers, kinds, where, limit)):
+            return super().records(layers, kinds, steps, where, limit)
         by_rank = [[part for part in self._parts if part["rank"][0].as_py() == rank] for rank in self._directories]
         table = pa.concat_tables([part for parts in by_rank for part in parts]).unify_dictionaries()
         return table.filter(pa.compute.field("step") >= begin) if begin > self._recent_steps[0] else table

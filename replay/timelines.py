@@ -6,12 +6,10 @@ place in the picture (calls within a step, steps within a column), the one farth
 spike of one step is seen among thousands.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from replay.errors import BadQuery, NotRecorded
@@ -59,7 +57,9 @@ def timelines(
     """
     if stat not in STATISTICS:
         raise BadQuery(f"{stat!r} is no statistic. There are {', '.join(STATISTICS)}.")
-    found = trace.records(layers, kinds, where=where)
+    # Not all columns of all records: of ten million, these are a quarter of a gigabyte.
+    broken = f"n_nan + n_posinf + n_neginf > 0 or isinf({stat}::double) as broken"
+    found = trace.columns(f"rank, stream, step, {stat}::double as value, {broken}", layers, kinds, where=where)
     if not len(found):
         steps, there = trace.steps, ", ".join(map(repr, trace.layers[:3]))
         raise NotRecorded(
@@ -67,15 +67,11 @@ def timelines(
             + (f"steps {steps[0]} to {steps[-1]}, layers such as {there}, " if steps else "no committed step, ")
             + f"kinds {', '.join(trace.kinds) or 'none'}."
         )
-    step, value = found["step"].to_numpy(), found[stat].to_numpy().astype(np.float64)
-    count = sum(found[name].to_numpy() for name in ("n_nan", "n_posinf", "n_neginf"))
-    broken = (count > 0) | np.isinf(value)
+    step, value, marks = (found[name].to_numpy() for name in ("step", "value", "broken"))
     order = {name: n for n, name in enumerate(trace.layers)}
-    places = [_codes(found[name]) for name in PLACE]
     lines = []
-    for at in _groups([codes for codes, _ in places]):
-        rank, layer, kind, path = (names[codes[at[0]]] for codes, names in places)
-        lines.append(Timeline(rank, layer, kind, path, *_one_a_step(step[at], value[at], broken[at])))
+    for place, at in _by_place(trace, found["rank"].to_numpy(), found["stream"].to_numpy()):
+        lines.append(Timeline(*place, *_one_a_step(step[at], value[at], marks[at])))
     return sorted(lines, key=lambda line: (line.rank, order[line.layer], trace.kinds.index(line.kind)))
 
 
@@ -109,6 +105,8 @@ def _by_size(values: Floats) -> NDArray[np.int64]:
 
 
 def _one_a_step(step: NDArray[np.int64], value: Floats, broken: Bools) -> tuple[NDArray[np.int64], Floats, Bools, bool]:
+    if np.all(np.diff(step) > 0):
+        return step, value, broken, False
     steps, at = np.unique(step, return_inverse=True)
     values, marks = np.full(len(steps), np.nan), np.zeros(len(steps), bool)
     order = _by_size(value)
@@ -117,17 +115,21 @@ def _one_a_step(step: NDArray[np.int64], value: Floats, broken: Bools) -> tuple[
     return steps, values, marks, len(steps) < len(step)
 
 
-def _codes(column: pa.ChunkedArray) -> tuple[NDArray[np.int64], list[Any]]:
-    """Return a number for each row, and what the numbers stand for."""
-    if not pa.types.is_dictionary(column.type):
-        column = column.dictionary_encode()
-    column = column.unify_dictionaries()
-    codes = np.concatenate([np.asarray(chunk.indices, np.int64) for chunk in column.chunks])
-    return codes, column.chunk(0).dictionary.to_pylist()
-
-
-def _groups(keys: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
-    """Return the places of equal keys, each group in its order; groups in the order of the last key, and so on."""
-    order = np.lexsort(keys)
-    change = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
-    return np.split(order, np.flatnonzero(change) + 1)
+def _by_place(
+    trace: Trace, rank: NDArray[np.int32], stream: NDArray[np.int32]
+) -> Iterator[tuple[tuple[int, str, str, str], NDArray[np.int64]]]:
+    """Yield the places, in the order of their streams, and the numbers of the rows of each, in their order."""
+    numbers: dict[tuple[int, str, str, str], int] = {}
+    place = np.empty(len(rank), np.int32)
+    for number in trace.ranks:
+        keys = [(number, s.layer, s.kind, s.path) for s in trace.streams(number)]
+        of_stream = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
+        rows = slice(None) if len(trace.ranks) == 1 else np.flatnonzero(rank == number)
+        place[rows] = of_stream[stream[rows]]
+    if len(numbers) < 1 << 16:
+        place = place.astype(np.uint16)  # such are sorted in a tenth of the time
+    order = np.argsort(place, kind="stable")
+    ends = np.searchsorted(place, np.arange(len(numbers) + 1), sorter=order)
+    for key, number in numbers.items():
+        if ends[number] < ends[number + 1]:
+            yield key, order[ends[number] : ends[number + 1]]

@@ -4,7 +4,7 @@ What is asked for and not there is told from what is there, so that a message ca
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,10 +18,10 @@ from replay import notebook
 from replay.documents import read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Globs, Names, Steps, check_globs, globs_of
-from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT
+from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream
 from replay.history import history
 from replay.log_rows import LogRows
-from replay.query import MODULES, answer, found_where, modules_of, rows_where
+from replay.query import MODULES, answer, columns_where, found_where, modules_of, rows_where
 from replay.rank import Rank
 from replay.ranks import ranks_of
 from replay.records import check_rows
@@ -295,7 +295,12 @@ class Trace:
         )
 
     def records(
-        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+        self,
+        layers: Names = None,
+        kinds: Names = None,
+        steps: Steps = None,
+        where: str | None = None,
+        limit: int | None = None,
     ) -> pa.Table:
         """Return records with their statistics, in the order of execution.
 
@@ -305,6 +310,7 @@ class Trace:
             steps: a step, a slice of steps, or several steps.
             where: a SQL condition over the columns, such as "n_nan > 0 and kind = 'output'". In SQL, NaN is greater
                 than any number: `l2 > 10` holds of a tensor without a finite element, and `l2 < 10` does not.
+            limit: how many are wanted, the first ones; all if None.
 
         Returns:
             Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.
@@ -314,13 +320,14 @@ class Trace:
         """
         wanted = (*self._wanted(layers, kinds), steps)
         ranks = sorted(self._ranks.items())
-        if where is None:
-            parts = [rank.records(number, *wanted) for number, rank in ranks]
-        elif found := self._found(where, wanted):
-            parts = [self._ranks[number].numbered_records(number, *rows) for number, rows in found.items()]
-        else:
-            return rows_where([rank.part(number, rank.dataset(*wanted)) for number, rank in ranks], where)
-        return pa.concat_tables(parts).unify_dictionaries()
+        if limit is None:
+            if where is None:
+                parts = [rank.records(number, *wanted) for number, rank in ranks]
+                return pa.concat_tables(parts).unify_dictionaries()
+            if found := self._found(where, wanted):
+                parts = [self._ranks[number].numbered_records(number, *rows) for number, rows in found.items()]
+                return pa.concat_tables(parts).unify_dictionaries()
+        return rows_where([rank.part(number, rank.dataset(*wanted)) for number, rank in ranks], where, limit)
 
     def record_parts(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
@@ -346,6 +353,33 @@ class Trace:
         if found is None:
             return {}
         return {part.rank: (part.log, rows) for part, rows in zip(parts, found, strict=True)}
+
+    def columns(
+        self,
+        columns: str,
+        layers: Names = None,
+        kinds: Names = None,
+        steps: Steps = None,
+        where: str | None = None,
+        further: str = "",
+    ) -> pa.Table:
+        """Return what SQL makes of some records, without the rest of them in memory.
+
+        Args:
+            columns: in DuckDB's SQL, over the columns of the table `records`; see `sql`.
+            layers: glob or globs over layer names.
+            kinds: glob or globs over kinds.
+            steps: as of `records`.
+            where: as of `records`.
+            further: what follows the condition, such as `group by`.
+        """
+        wanted = (*self._wanted(layers, kinds), steps)
+        parts = [rank.part(number, rank.dataset(*wanted)) for number, rank in sorted(self._ranks.items())]
+        return columns_where(parts, where, columns, further)
+
+    def streams(self, rank: int) -> Sequence[Stream]:
+        """Return the streams of a rank, by their ids."""
+        return self._ranks[rank].streams
 
     def _wanted(self, layers: Names, kinds: Names) -> tuple[Globs, Globs]:
         found = globs_of(layers), globs_of(kinds)
@@ -388,8 +422,7 @@ class Trace:
 
     def first(self, where: str) -> dict[str, Any] | None:
         """Return the first record, in the order of execution, for which a SQL condition holds."""
-        found = self.records(where=where)
-        rows: list[dict[str, Any]] = found.slice(0, 1).to_pylist()
+        rows: list[dict[str, Any]] = self.records(where=where, limit=1).to_pylist()
         return rows[0] if rows else None
 
 

@@ -6,7 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import replay
+from benchmarks import large
+from replay.verify import verify
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,3 +57,25 @@ def test_each_reader_reads_what_was_recorded(tmp_path):
     layers = tables["one layer of 4 MB tensors"]
     assert {(row["store"], row["reader"]) for row in layers} == pairs | {(store, "dd") for store in READERS}
     assert all(row["cold GB/s"] > 0 and row["warm GB/s"] > 0 for row in layers)
+
+
+def test_the_large_trace_is_one_that_was_recorded_whole(tmp_path, monkeypatch):
+    for name, value in {"STEPS": 200, "LAYERS": 4, "WITH_TENSORS": 2, "SHAPE": (8, 8)}.items():
+        monkeypatch.setattr(large, name, value)
+
+    large.write(tmp_path / "a")
+
+    trace = replay.open(tmp_path / "a")
+    assert (trace.count, len(trace.steps), trace.nbytes) == (200 * 4 * 2, 200, 4 * 2 * 256)
+    assert list(verify(tmp_path / "a")) == []
+    assert np.any(trace.tensor(50, large.REAL))
+
+
+def test_a_command_that_says_nothing_for_long_or_needs_much_is_seen():
+    quick = large.run([sys.executable, "-c", "print('here')"], 60)
+    silent = large.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.1)
+    wide = large.run([sys.executable, "-c", "b'x' * 300_000_000"], 60)
+
+    assert (quick.ended, quick.missed) == ("0", "")
+    assert silent.ended == "stopped"
+    assert wide.mb > 300

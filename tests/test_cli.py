@@ -114,3 +114,11 @@ def test_a_folder_that_is_no_trace_is_one_message(tmp_path):
     assert result.exit_code == 2
     assert result.output.startswith("Error: ")
     assert "is no trace" in result.output
+
+
+def test_stats_says_how_many_more_there_are(trace):
+    some = CliRunner().invoke(main, ["stats", trace, "--limit", "1"])
+    every = CliRunner().invoke(main, ["stats", trace, "--limit", "2"])
+
+    assert (len(some.stdout.splitlines()), some.stderr) == (2, "1 more; --limit shows them.\n")
+    assert (len(every.stdout.splitlines()), every.stderr) == (3, "")

@@ -244,3 +244,20 @@ def test_a_terminal_gets_a_bar_and_an_interrupt_ends_without_a_traceback(tmp_pat
     os.close(leader)
     assert b"interrupted" in shown
     assert b"Traceback" not in shown
+
+
+def test_how_far_it_is_is_told_where_there_is_no_terminal(tmp_path, run, monkeypatch):
+    monkeypatch.setattr("replay.command_line.FIRST_S", 0.0)
+
+    told = run(trace(tmp_path / "a", steps=4), tmp_path / "a")
+
+    assert told.exit_code == 0
+    assert told.stderr == "83 of 1,000 thousandths compared\n"  # of 12 tensors one; the next line is ten seconds later
+
+
+@pytest.mark.parametrize("wrong", ["x", "0,1,2", "-1", "9"])
+def test_an_attempt_that_is_none_is_refused(tmp_path, run, wrong):
+    refused = run(trace(tmp_path / "a"), tmp_path / "a", f"--attempt={wrong}")
+
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "attempt" in refused.stderr

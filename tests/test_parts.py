@@ -49,6 +49,31 @@ def test_first_rows_in_a_smaller_dtype_are_those_of_the_whole_tensor_whose_stati
     assert list(verify(part.path)) == []
 
 
+def test_what_is_stored_is_listed_beside_what_was_recorded(tmp_path):
+    part = recorded(tmp_path / "a", layers=["0", "2"], kinds=("output",), tensor_dtype="bfloat16", tensor_rows=2)
+    whole = recorded(tmp_path / "b", layers="0", kinds=("output",))
+
+    text, as_json = (CliRunner().invoke(main, ["ls", str(part.path), *more]).stdout for more in ((), ("--json",)))
+    rows = part.sql("select shape, stored_dtype, stored_shape from streams order by stream").to_pylist()
+
+    (shape,) = {tuple(r["shape"]) for r in part.records(layers="0").to_pylist()}
+    words = "×".join(map(str, (2, *shape[1:])))
+    header, line, _ = text.splitlines()
+    assert header.split() == [
+        "layer",
+        "kind",
+        "dtype",
+        "shape",
+        "stored",
+        "as",
+        *("records", "tensors", "first", "last"),
+    ]
+    assert line.split() == ["0", "output", "float32", "×".join(map(str, shape)), "bfloat16", words, "2", "2", "0", "1"]
+    assert [json.loads(as_json)[0][f"stored_{name}"] for name in ("dtype", "shape")] == ["bfloat16", [2, *shape[1:]]]
+    assert rows[0] == {"shape": list(shape), "stored_dtype": "bfloat16", "stored_shape": [2, *shape[1:]]}
+    assert "stored as" not in CliRunner().invoke(main, ["ls", str(whole.path)]).stdout
+
+
 def test_a_layout_that_is_not_contiguous_and_a_tensor_without_rows_are_stored_in_part_too(tmp_path):
     class Odd(nn.Module):
         def forward(self, x):

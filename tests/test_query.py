@@ -66,6 +66,17 @@ def test_a_condition_keeps_schema_and_order(trace):
     np.testing.assert_array_equal(found["l2"], every["l2"])
 
 
+def test_a_limit_gives_the_first_records_in_the_order_of_execution(trace):
+    every = trace.records()
+
+    first, last_layer = trace.records(limit=3), trace.records(layers="2", where="step > 0", limit=1)
+
+    assert first.schema == every.schema
+    assert first.to_pylist() == every.slice(0, 3).to_pylist()
+    assert last_layer["step"].to_pylist() == [1]
+    assert len(trace.records(limit=10**9)) == len(every)
+
+
 def test_tables_beside_the_records_are_there(trace):
     classes = trace.sql(
         "select distinct class from records join modules using (rank, layer) where kind = 'output' order by 1"

@@ -262,6 +262,25 @@ def test_commands_show_an_earlier_attempt(twice):
     assert (refused.exit_code, "it has the attempts 0 to 2" in refused.output) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("attempts", "note"),
+    [
+        ("0", "only in B: 8 steps from 12 to 19"),
+        (",0", "only in A: 8 steps from 12 to 19"),
+        ("0,1", "only in B: 3 steps from 12 to 14"),
+    ],
+)
+def test_attempts_of_a_trace_are_compared_with_each_other(twice, attempts, note):
+    done = CliRunner().invoke(
+        main, ["diff", str(twice), str(twice), *("--kinds", "output", "--attempt", attempts, "--json")]
+    )
+
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0
+    assert found["compared"] == 12 * 3
+    assert found["notes"] == [note]
+
+
 def test_other_programs_are_told_which_attempt_a_row_is_of(twice, undisturbed):
     import zarr
 
