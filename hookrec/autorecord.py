@@ -27,12 +27,20 @@ class AutoRecord:
         path: the directory of the trace.
         options: what `attach` takes besides.
         say: is given the line for the end; None for silence.
+        stop_after: steps after which the script is ended by a SystemExit; None to let it run.
     """
 
-    def __init__(self, path: str, options: Mapping[str, Any], say: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        path: str,
+        options: Mapping[str, Any],
+        say: Callable[[str], None] | None,
+        stop_after: int | None = None,
+    ) -> None:
         self._path = path
         self._options = options
         self._say = say
+        self._stop_after = stop_after
         self._pid = os.getpid()
         self._made = 0
         self._late = 0
@@ -72,10 +80,24 @@ class AutoRecord:
         try:
             model = roots[""] if list(roots) == [""] else roots
             self.recorder = attach(model, self._path, **self._options)
+            if self._stop_after is not None:
+                self.recorder.at_boundary(self._stop)
         except AttachError as error:
             self._fail(str(error))
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
+
+    def _stop(self) -> None:
+        """End the script between two steps if it has had enough of them, and ask to be called again if not."""
+        assert self.recorder is not None
+        assert self._stop_after is not None
+        if not self.recorder.active:
+            return
+        if self.recorder.steps < self._stop_after:
+            self.recorder.at_boundary(self._stop)
+            return
+        self.recorder.finish()()
+        raise SystemExit(0)
 
     def _fail(self, why: str) -> None:
         self._failed = True

@@ -14,6 +14,7 @@ _ELSEWHERE = {
     "convert": "hookrec.convert_command:convert_trace",
     "daemon": "hookrec.daemon_command:daemon",
     "detach": "hookrec.control_commands:detach",
+    "estimate": "hookrec.estimate_command:estimate",
     "pin": "hookrec.pin_command:pin",
     "rerun": "hookrec.rerun_command:rerun_layers",
     "run": "hookrec.run_command:run",

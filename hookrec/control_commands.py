@@ -4,6 +4,7 @@ They end with 0 when it was done, 1 when it was refused, 2 for wrong arguments, 
 process, no rights, socket gone), and 4 when the request was taken and no step has ended in time.
 """
 
+import dataclasses
 import inspect
 import os
 import shlex
@@ -15,10 +16,13 @@ from typing import Any
 
 import click
 
+import replay
 from hookrec.client import NotYet, Unreachable, do, listening, socket_of
 from hookrec.errors import HookrecError
 from hookrec.plan_options import changes_of, options_of, plan_options
 from replay.command_line import json_option, print_json, say
+from replay.errors import ReplayError
+from replay.forecast import Forecast, forecast
 from replay.printable import printable
 
 _EXIT_CODES = (
@@ -63,6 +67,9 @@ def status(pid: int | None, as_json: bool) -> None:
     if pid is not None:
         path = _socket(pid)
     found = [facts for place, facts in listening() if pid is None or place == path]
+    for recorder in (recorder for facts in found for recorder in facts.get("recorders", ())):
+        expected = _forecast(Path(recorder["trace"]))
+        recorder["forecast"] = dataclasses.asdict(expected) if expected and as_json else expected
     if as_json:
         print_json(found)
         return
@@ -70,6 +77,14 @@ def status(pid: int | None, as_json: bool) -> None:
         _print(facts)
     if not found:
         say("No process of yours listens. Start one by: hookrec run -o DIR SCRIPT", err=True)
+
+
+def _forecast(trace: Path) -> Forecast | None:
+    """What a recording costs; None where its trace cannot be read, as that of a process in another container."""
+    try:
+        return forecast(replay.open(trace))
+    except (ReplayError, OSError):
+        return None
 
 
 def _print(facts: dict[str, Any]) -> None:
@@ -88,6 +103,8 @@ def _print(facts: dict[str, Any]) -> None:
         shown |= {name: plan[name] for name in ("steps", "tensor_steps") if plan.get(name, ":") != ":"}
         words = [f"{n}={','.join(v) if isinstance(v, list) else str(v).lower()}" for n, v in shown.items()]
         say(f"{'':8}plan     {' '.join(words)}")
+        if recorder.get("forecast") is not None:
+            say(f"{'':8}cost     {recorder['forecast']}")
         if recorder["tensors_stopped"]:
             say(f"{'':8}tensors  stopped: a limit on the disk was reached; see `replay info`")
     if not facts["recorders"]:

@@ -270,7 +270,10 @@ class Recorder:
         return {"trace": str(self.path), **self._recording.facts()}
 
     def at_boundary(self, do: Callable[[], None]) -> None:
-        """Call a function between two steps, on the thread that trains. It must not raise. Any thread may ask."""
+        """Call a function between two steps, on the thread that trains. Any thread may ask.
+
+        It must not raise, but a SystemExit, which ends the training.
+        """
         self._recording.requests.append(do)
 
     def change(self, changes: Mapping[str, Any]) -> str:

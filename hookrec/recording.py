@@ -280,7 +280,7 @@ class Recording:
 
     def answer_requests(self) -> None:
         """Do what was asked for meanwhile; between two steps, or when there will be none."""
-        while self.requests:
+        for _ in range(len(self.requests)):  # one may ask for the next time
             self.requests.popleft()()
 
     def facts(self) -> dict[str, Any]:

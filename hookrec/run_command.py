@@ -53,7 +53,7 @@ def run(
     going_on = resume or resume_at is not None
     if idle and going_on:
         raise click.UsageError("--idle records nothing, so it resumes nothing.")
-    options = {} if idle else _usage(options_of, plan_file, given)
+    options = {} if idle else usage(options_of, plan_file, given)
     if going_on:
         options["resume"] = True if resume_at is None else resume_at
     if out is not None:
@@ -70,11 +70,12 @@ def run(
     }
     sys.stdout.flush()
     sys.stderr.flush()
-    command = [sys.executable, *_interpreter_flags(), str(Path(__file__).with_name("start_run.py")), target, *arguments]
+    command = [sys.executable, *interpreter_flags(), str(Path(__file__).with_name("start_run.py")), target, *arguments]
     os.execve(sys.executable, command, {**os.environ, "HOOKREC_RUN": json.dumps(task)})
 
 
-def _usage(function: Any, *arguments: Any) -> Any:
+def usage(function: Any, *arguments: Any) -> Any:
+    """Call a function whose refusal is a wrong use of the command."""
     try:
         return function(*arguments)
     except click.ClickException as error:
@@ -94,7 +95,7 @@ def _check_out(out: Path, *, going_on: bool) -> None:
         raise click.UsageError(f"{out} cannot be made: {above} cannot be written to.")
 
 
-def _interpreter_flags() -> list[str]:
+def interpreter_flags() -> list[str]:
     """The options of the interpreter that runs us, such as -u or -X dev, which are meant for the script."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
     return before[:-2] if before[-2:-1] == ["-m"] else before[:-1]

@@ -42,7 +42,7 @@ def main() -> None:
     if task["path"] is not None:
         from hookrec.autorecord import AutoRecord
 
-        AutoRecord(task["path"], task["options"], None if task["quiet"] else _say)
+        AutoRecord(task["path"], task["options"], None if task["quiet"] else _say, task.get("stop_after"))
     try:
         if task["module"]:
             _run_module(target, arguments)

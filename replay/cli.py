@@ -1,6 +1,7 @@
 """The command `replay`: questions to a trace, answered as tables on a terminal, plain text elsewhere, or JSON."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from replay.command_line import (
     step_option,
     trace_argument,
 )
+from replay.forecast import forecast
 from replay.history import in_words
 from replay.printable import printable
 
@@ -60,9 +62,10 @@ def info(trace: Path, attempt: int | None, as_json: bool) -> None:
     """Say what is in a trace, how it ended, what never fired and what recording cost."""
     facts = _facts(replay.open(trace, attempt))
     if as_json:
-        print_json(facts)
+        print_json({**facts, "forecast": None if facts["forecast"] is None else asdict(facts["forecast"])})
         return
     facts["cost"] = _cost_in_words(facts["cost"])
+    facts["forecast"] = None if facts["forecast"] is None else str(facts["forecast"])
     for name, value in facts.items():
         lines = _lines(value)
         if not lines:
@@ -96,6 +99,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "notes": [_note(note) for note in trace.notes],
         "triggers": [_trigger(line) for line in trace.triggers],
         "cost": _cost(trace),
+        "forecast": forecast(trace) if trace.status == "live" else None,
         "created": trace.identity["created"],
         "command": " ".join(map(str, command)) if isinstance(command, list) else command,
         "git": f"{git['commit']}{', with changes' if git.get('changed') else ''}" if git.get("commit") else None,

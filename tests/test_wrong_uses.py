@@ -46,7 +46,7 @@ ASKED = {
 # What takes no trace to read.
 OTHERS = {
     "replay list",
-    *(f"hookrec {name}" for name in ("attach", "daemon", "detach", "run", "set", "status", "trigger")),
+    *(f"hookrec {name}" for name in ("attach", "daemon", "detach", "estimate", "run", "set", "status", "trigger")),
 }
 WRITING = ("replay export", "replay plot", "hookrec convert", "hookrec tensorboard")
 
