@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookrec.choices import Choices, model_facts
 from hookrec.clock import check as check_clock
 from hookrec.control import heard, unheard, working_directory
 from hookrec.errors import AttachError, DetachedError
-from hookrec.layers import Layer, choose, describe, layers_of
+from hookrec.layers import Layer, choose, layers_of
 from hookrec.ops import check as check_ops
 from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.plan import Plan, plan_of
@@ -62,6 +63,7 @@ def attach(
     trigger_rest: int = 100,
     trigger_limit: int = 10,
     signals: str | Iterable[str] = (),
+    rules: Iterable[Mapping[str, Any]] = (),
     resume: bool | int = False,
 ) -> "Recorder":
     """Record what flows through the layers of a model.
@@ -114,6 +116,10 @@ def attach(
         trigger_rest: steps after which a condition that was false in between may fire again.
         trigger_limit: how often a condition may fire.
         signals: names of signals that are triggers, such as "SIGUSR1"; earlier handlers are called as before.
+        rules: what is recorded otherwise of some layers and kinds, each a dict such as `{"layers": "encoder.*",
+            "kinds": "output", "every": 10, "tensor_rows": 4}`, with any of `every`, `steps`, `tensors`, `tensor_steps`,
+            `tensor_dtype` and `tensor_rows`, or `{"layers": "head", "record": False}`. The last rule that matches a
+            record decides; what it does not say is as the other arguments have it.
         resume: go on in the trace at `path`, or begin one if there is none: so the same line serves the first start of
             a training and each later one. A number is the step that comes next, which a checkpoint has if `steps` of
             the recorder was saved with it; True is the step after the last that was committed. What was recorded
@@ -151,6 +157,7 @@ def attach(
         trigger_rest=trigger_rest,
         trigger_limit=trigger_limit,
         signals=signals,
+        rules=rules,
     )
     return Recorder(_as_models(model), _absolute(path), plan, clock, _as_resume(resume))
 
@@ -189,7 +196,7 @@ class Recorder:
                 "directory": str(rank_directory),
                 "pid": os.getpid(),
                 "plan": plan.as_json(),
-                "model": describe(layers, chosen),
+                "model": model_facts(layers, chosen, Choices.of_plan(plan, layers)),
                 "trace": {**_identity(), "ranks": ranks} if rank == 0 else None,
                 "attempt": None if resume is False else attempt,
             }
@@ -200,6 +207,7 @@ class Recorder:
         except BaseException:
             writer.wait()
             raise
+        self._recording.look_for_globs(layers, chosen)
         self._waiting = threading.Lock()
         self._signals = Signals(plan.signals, self._recording.trigger_soon)
         self._waited = False
