@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -103,6 +103,7 @@ class Plan:
         trigger_limit: how often the same condition may fire.
         signals: names of signals that are triggers.
         rules: what is recorded otherwise of some layers and kinds; of several that match, the last decides.
+        transform: functions, as `module:name`, whose results are recorded as well, by globs over layer names.
     """
 
     layers: tuple[str, ...] = ("*",)
@@ -131,6 +132,7 @@ class Plan:
     trigger_limit: int = 10
     signals: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
+    transform: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -236,7 +238,8 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `trace.json` has it."""
-        return {**dataclasses.asdict(self), "rules": [rule.as_json() for rule in self.rules]}
+        rules = [rule.as_json() for rule in self.rules]
+        return {**dataclasses.asdict(self), "rules": rules, "transform": dict(self.transform)}
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return the plan with other values, given as `plan_of` takes them.
@@ -281,6 +284,7 @@ def plan_of(
     trigger_limit: int = 10,
     signals: str | Iterable[str] = (),
     rules: Iterable[Mapping[str, Any]] = (),
+    transform: Mapping[str, Callable[..., Any] | str] | None = None,
 ) -> Plan:
     """Return the plan that is meant by the arguments of `attach`, which are described there.
 
@@ -315,6 +319,7 @@ def plan_of(
         trigger_limit=trigger_limit,
         signals=as_tuple("signals", signals),
         rules=_as_rules(rules),
+        transform=_as_names(transform),
     )
 
 
@@ -387,6 +392,26 @@ def _as_rules(rules: object) -> tuple[Rule, ...]:
             f"rules is {rules!r}; it takes a list of rules, such as [{{'layers': 'encoder.*', 'tensors': False}}]."
         )
     return tuple(_as_rule(f"rules[{number}]", rule) for number, rule in enumerate(rules))
+
+
+def _as_names(transform: object) -> tuple[tuple[str, str], ...]:
+    """Return the functions by their names, which is how a trace has them."""
+    if transform is None:
+        return ()
+    if not isinstance(transform, Mapping) or not all(isinstance(glob, str) for glob in transform):
+        raise AttachError(f"transform is {transform!r}; it takes functions by globs over layers: {{'encoder.*': fn}}.")
+    named = []
+    for glob, function in transform.items():
+        place = isinstance(function, str) and re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", function)
+        if not place and (isinstance(function, str) or not callable(function)):
+            raise AttachError(f"transform[{glob!r}] is {function!r}; it takes a function, or its place: 'module:name'.")
+        named.append((glob, function if isinstance(function, str) else _place_of(function)))
+    return tuple(named)
+
+
+def _place_of(function: object) -> str:
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None) or '?'}:{name}"
 
 
 def _as_rule(what: str, rule: Mapping[str, Any]) -> Rule:

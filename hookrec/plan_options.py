@@ -48,6 +48,7 @@ _MORE = {
     "max_bytes": "Such as 50GB.",
     "triggers": "Such as 'n_nan > 0'.",
     "signals": "Such as SIGUSR1.",
+    "transform": "Such as 'encoder.*=mymodule:mean'.",
     "rules": """Each as in TOML, such as 'layers="encoder.*", tensors=false'.""",
 }
 
@@ -69,7 +70,7 @@ def _option(name: str, annotation: Any, explanation: str) -> Callable[[Callable[
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=help)
     if name in _CHOICES:
         return click.option(flag, name, type=click.Choice([choice or _NONE for choice in _CHOICES[name]]), help=help)
-    if any(typing.get_origin(kind) is Iterable for kind in kinds):
+    if name == "transform" or any(typing.get_origin(kind) is Iterable for kind in kinds):
         return click.option(flag, name, multiple=True, help=f"{help} May be repeated.")
     number = next((kind for kind in (int, float) if kind in kinds and str not in kinds), str)
     return click.option(flag, name, type=number, help=help)
@@ -127,9 +128,18 @@ def changes_of(assignments: tuple[str, ...]) -> dict[str, Any]:
 def _meant(name: str, value: Any) -> Any:
     if name in _LISTS:
         return _split(value)
+    if name == "transform":
+        return dict(_function(text) for text in value)
     if name == "rules":
         return [rule for text in value for rule in _rules(text)]
     return None if name in _CHOICES and value == _NONE else list(value) if isinstance(value, tuple) else value
+
+
+def _function(text: str) -> tuple[str, str]:
+    glob, sign, place = text.rpartition("=")
+    if not sign:
+        raise click.UsageError(f"{text!r} is no transform; write for example 'encoder.*=mymodule:mean'.")
+    return glob, place
 
 
 def _rules(text: str) -> list[Any]:

@@ -26,6 +26,7 @@ from hookrec.plan import Plan, plan_of
 from hookrec.recording import Recording, is_recorded
 from hookrec.signals import Signals
 from hookrec.signals import check as check_signals
+from hookrec.transforms import Function, functions_of
 from hookrec.writer_process import WriterProcess
 
 _WAIT_S = 60.0
@@ -64,6 +65,7 @@ def attach(
     trigger_limit: int = 10,
     signals: str | Iterable[str] = (),
     rules: Iterable[Mapping[str, Any]] = (),
+    transform: Mapping[str, Function | str] | None = None,
     resume: bool | int = False,
 ) -> "Recorder":
     """Record what flows through the layers of a model.
@@ -120,6 +122,9 @@ def attach(
             "kinds": "output", "every": 10, "tensor_rows": 4}`, with any of `every`, `steps`, `tensors`, `tensor_steps`,
             `tensor_dtype` and `tensor_rows`, or `{"layers": "head", "record": False}`. The last rule that matches a
             record decides; what it does not say is as the other arguments have it.
+        transform: functions by globs over layer names, of which the last that matches is called with layer, kind and a
+            clone of each tensor that is recorded. The tensor that it returns, if it does, is recorded as well, as layer
+            `encoder.0/function`. Also as "module:function". It must not call the model.
         resume: go on in the trace at `path`, or begin one if there is none: so the same line serves the first start of
             a training and each later one. A number is the step that comes next, which a checkpoint has if `steps` of
             the recorder was saved with it; True is the step after the last that was committed. What was recorded
@@ -158,8 +163,10 @@ def attach(
         trigger_limit=trigger_limit,
         signals=signals,
         rules=rules,
+        transform=transform,
     )
-    return Recorder(_as_models(model), _absolute(path), plan, clock, _as_resume(resume))
+    functions = functions_of(transform or {})
+    return Recorder(_as_models(model), _absolute(path), plan, clock, _as_resume(resume), functions)
 
 
 class Recorder:
@@ -176,6 +183,7 @@ class Recorder:
         plan: Plan,
         clock: str | Optimizer,
         resume: bool | int = False,
+        functions: Mapping[str, Function] | None = None,
     ) -> None:
         check_clock(clock)
         check_ops(plan.ops)
@@ -203,7 +211,7 @@ class Recorder:
             writer = WriterProcess(config, plan.ring_bytes, plan.restart)
             stack.pop_all()
         try:
-            self._recording = Recording(models, layers, chosen, plan, clock, writer, writer.first_step)
+            self._recording = Recording(models, layers, chosen, plan, clock, writer, writer.first_step, functions)
         except BaseException:
             writer.wait()
             raise

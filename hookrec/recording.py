@@ -34,6 +34,7 @@ from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.parameters import Parameters
 from hookrec.plan import Plan
 from hookrec.ring import LIMIT, WriterGone
+from hookrec.transforms import Function, Transforms
 from hookrec.writer_process import WriterProcess
 
 _recordings: "weakref.WeakSet[Recording]" = weakref.WeakSet()
@@ -50,6 +51,7 @@ class Recording:
         clock: what ends a step.
         writer: where it goes.
         first_step: the number of the first step.
+        functions: those of the user, by globs over layer names.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Recording:
         clock: str | Optimizer,
         writer: WriterProcess,
         first_step: int = 0,
+        functions: Mapping[str, Function] | None = None,
     ) -> None:
         self.first_step = self.step_number = first_step
         self.active = True
@@ -71,6 +74,9 @@ class Recording:
         self._choices = Choices.of_plan(plan, modules)
         self._capture = Capture(self._ring, plan, self._choices)
         self._guard = Guard(self.fault)
+        self._transforms: Transforms | None = None
+        if functions:
+            self._transforms = Transforms(functions, self._record, self._wants, self.note, self._guard)
         self._hooks = Hooks(layers, self, plan.kinds, self._guard, plan.ops)
         self._choose_ops(modules)
         self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
@@ -116,11 +122,20 @@ class Recording:
 
     def take(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
         """Record a tensor; return its statistics."""
+        statistics = self._record(layer, kind, path, tensor, call)
+        if self._transforms is not None:
+            self._transforms.give(layer.name, kind, path, tensor, call)
+        return statistics
+
+    def _record(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
         key = (kind, path, tensor.dtype, tensor.shape)
         stream = layer.streams.get(key)
         if stream is None:
             stream = layer.streams[key] = self._capture.stream(layer.name, *key)
         return self._capture.record(stream, tensor, call)
+
+    def _wants(self, layer: str, kind: str, step: int) -> bool:
+        return self._choices is None or kind not in self._choices.left_out(layer, step)
 
     def fingerprint(self, tensor: Tensor) -> bytes:
         """Return the statistics of a tensor that is not recorded."""
@@ -271,6 +286,8 @@ class Recording:
         self._leave_out(nothing)
         if self._capture.follow(plan, self._choices):
             self._hooks.forget_streams()
+            if self._transforms is not None:
+                self._transforms.forget_streams()
         self._parameters.close()
         self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
         self._parameters.choose(layers)
