@@ -61,21 +61,31 @@ DTYPE_NAMES = {
 }
 
 
+NOTHING: frozenset[str] = frozenset()
+
+
+def nothing(name: str) -> frozenset[str]:
+    """Leave nothing out of a layer."""
+    return NOTHING
+
+
 class Counted:
     """Whatever is called in a step and has records, such as a layer: its name, its streams, the numbers of its calls.
 
     Attributes:
         entered: the thread that began the last call, and the autograd sequence number then. A node with a higher number
             was made in this call. The numbers of two threads have nothing to do with each other.
+        left_out: the kinds of which there is to be no record in this step.
     """
 
-    __slots__ = ("_calls", "_step", "_without_grad", "entered", "name", "root", "streams")
+    __slots__ = ("_calls", "_step", "_without_grad", "entered", "left_out", "name", "root", "streams")
 
     def __init__(self, name: str, root: int) -> None:
         self.name = name
         self.root = root
         self.streams: dict[tuple[str, str, torch.dtype, torch.Size], int] = {}
         self.entered = (0, 0)
+        self.left_out = NOTHING
         self._step = -1
         self._calls = 0
         self._without_grad: list[tuple[Call, bytes]] = []

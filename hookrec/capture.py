@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hookrec.calls import DTYPE_NAMES, Call
+from hookrec.choices import Choices
 from hookrec.plan import Plan
 from hookrec.ring import KEPT, LARGER_THAN_RING, NOT_ASKED, RING_FULL, ROW, ROW_BYTES, Ring
 from hookrec.statistics import NATIVE_DTYPES, STATISTICS, describe, load_native
@@ -30,7 +31,7 @@ class Capture:
     Hooks call it from any thread; `lock` is held while a record is written, so that a part is never sent half filled.
     """
 
-    def __init__(self, ring: Ring, plan: Plan) -> None:
+    def __init__(self, ring: Ring, plan: Plan, choices: Choices | None = None) -> None:
         self.lock = threading.RLock()
         self.seconds = 0.0
         self.records = 0
@@ -38,7 +39,12 @@ class Capture:
         self._ring = ring
         self._wait = plan.when_full == "block"
         self._plan = plan
+        self._choices = choices
+        self._step = 0
         self._keep_this_step = KEPT
+        # What the rules of the plan say: by the number of a stream, and which have no tensors in this step.
+        self._ruled: dict[int, Plan] = {}
+        self._not_asked: set[int] = set()
         self._placed = plan.tensors  # whether streams get a place in the store: from the first plan with tensors on
         self._parts: dict[int, _Part] = {}  # by the number of a stream whose tensors are stored in part
         self._native = load_native()
@@ -52,18 +58,17 @@ class Capture:
         self._scratch = ctypes.create_string_buffer(STATISTICS.size)
 
     def _key_of(self, facts: dict[str, Any]) -> tuple[object, ...] | None:
-        """Return the key of an earlier stream; None if the plan now stores other parts of its tensors, or none."""
+        """Return the key of an earlier stream; None if it takes no records of this attempt."""
         if "layer" not in facts:
             return None
         dtype, shape = facts["whole"]
-        if self._plan.stored(facts["kind"], dtype, tuple(shape)) != (facts["dtype"], tuple(facts["shape"])):
-            return None
         key = (facts["layer"], facts["kind"], facts["path"], _DTYPES[dtype], torch.Size(shape))
-        return (facts["placed"], *key)
+        return (facts["placed"], *key, facts["dtype"], tuple(facts["shape"]))
 
     def stream(self, layer: str, kind: str, path: str, dtype: torch.dtype, shape: torch.Size) -> int:
         """Return the number of the stream of such records; a new one is told to the writer with the next part."""
-        stored_dtype, stored_shape = self._plan.stored(kind, DTYPE_NAMES[dtype], tuple(shape))
+        choice = self._plan if self._choices is None else self._choices.plan_for(layer, kind) or self._plan
+        stored_dtype, stored_shape = choice.stored(kind, DTYPE_NAMES[dtype], tuple(shape))
         facts = {"layer": layer, "kind": kind, "path": path, "dtype": stored_dtype, "shape": list(stored_shape)}
         part = None
         if (stored_dtype, stored_shape) != (DTYPE_NAMES[dtype], tuple(shape)):
@@ -71,13 +76,18 @@ class Capture:
             part = _Part(getattr(torch, stored_dtype), torch.Size(stored_shape))
         with self.lock:
             streams = self._ring.streams
-            key = (layer, kind, path, dtype, shape)
-            placed = self._placed or (True, *key) in streams
+            key = (layer, kind, path, dtype, shape, stored_dtype, stored_shape)
+            asked = self._placed if choice is self._plan else choice.tensors
+            placed = asked or (True, *key) in streams
             # One call gives the number and announces it, so that Ctrl-C cannot come between.
             known = streams.setdefault((placed, *key), {"id": len(streams), "placed": placed, **facts})
             number: int = known["id"]
             if part is not None:
                 self._parts[number] = part
+            if self._choices is not None:
+                self._ruled[number] = choice
+                if not choice.keeps_tensors(self._step):
+                    self._not_asked.add(number)
         return number
 
     def record(self, stream: int, tensor: Tensor, call: Call) -> bytes:
@@ -97,6 +107,8 @@ class Capture:
             part = self._parts.get(stream) if self._parts else None
             nbytes = tensor.nbytes if part is None else part.nbytes
             kept, offset = self._keep_this_step, 0
+            if self._not_asked and stream in self._not_asked:
+                kept = NOT_ASKED
             if kept == KEPT:
                 if nbytes == 0:
                     pass
@@ -158,21 +170,30 @@ class Capture:
         """Return the statistics of a tensor, by which a recomputed value is told from others."""
         return describe(tensor)
 
-    def follow(self, plan: Plan) -> bool:
+    def follow(self, plan: Plan, choices: Choices | None = None) -> bool:
         """Go by another plan from here on.
 
         Returns:
-            Whether all streams are new from here on: those for which the store has no place cannot take tensors.
+            Whether the number of each stream is to be asked for again: those for which the store has no place cannot
+            take tensors, and rules say what is stored.
         """
         self._wait = plan.when_full == "block"
         self._plan = plan
-        anew = plan.tensors and not self._placed
-        self._placed |= anew
+        anew = (plan.tensors and not self._placed) or choices is not None or self._choices is not None
+        self._placed |= plan.tensors
+        self._choices = choices
+        self._ruled.clear()
+        self._not_asked.clear()
         return anew
 
     def begin_step(self, step: int) -> None:
         """Keep tensors again, unless the step is to have none or the writer has asked for no more of them."""
-        keep = KEPT if self._plan.keeps_tensors(step) else NOT_ASKED
+        self._step = step
+        keep = KEPT
+        if self._choices is not None:
+            self._not_asked = {number for number, plan in self._ruled.items() if not plan.keeps_tensors(step)}
+        elif not self._plan.keeps_tensors(step):
+            keep = NOT_ASKED
         self._keep_this_step = keep or self._ring.control.stop_tensors
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ process, no rights, socket gone), and 4 when the request was taken and no step h
 
 import dataclasses
 import inspect
+import json
 import os
 import shlex
 import time
@@ -102,6 +103,7 @@ def _print(facts: dict[str, Any]) -> None:
         shown = {name: plan[name] for name in ("layers", "kinds", "every", "tensors") if name in plan}
         shown |= {name: plan[name] for name in ("steps", "tensor_steps") if plan.get(name, ":") != ":"}
         words = [f"{n}={','.join(v) if isinstance(v, list) else str(v).lower()}" for n, v in shown.items()]
+        words += [f"rules[{n}]={json.dumps(rule, ensure_ascii=False)}" for n, rule in enumerate(plan.get("rules", ()))]
         say(f"{'':8}plan     {' '.join(words)}")
         if recorder.get("forecast") is not None:
             say(f"{'':8}cost     {recorder['forecast']}")
@@ -123,8 +125,8 @@ def _print(facts: dict[str, Any]) -> None:
 def set_(pid: int, assignments: tuple[str, ...], trace: str | None, wait_s: float) -> None:
     """Change what is recorded from the next step on: hookrec set 4711 every=1 layers=a.*,b.*.
 
-    ASSIGNMENTS may be of layers, containers, kinds, every, steps, tensors, tensor_steps and when_full. The change is
-    noted in the trace.
+    ASSIGNMENTS may be of layers, containers, kinds, every, steps, tensors, tensor_steps, when_full and rules
+    (rules='[{layers="a.*", tensors=false}]'). The change is noted in the trace.
     """
     changes = changes_of(assignments)
     _do(pid, {"command": "set", "changes": changes, "trace": _absolute(trace)}, wait_s)

@@ -100,7 +100,7 @@ class Gradients:
         """Put hooks on outputs and on what leads to the inputs, so that their gradients are reported."""
         outputs = [(path, tensor) for path, tensor in tensors if tensor.requires_grad]
         through: dict[str, SharedView] = {}
-        for path, tensor in outputs if self.of_outputs else ():
+        for path, tensor in outputs if self.of_outputs and "grad_output" not in source.left_out else ():
             # Reading grad_fn refreshes the history of a stale view; without that, register_hook may crash the process.
             if tensor.grad_fn is None:
                 self._handles.append(_hook(tensor, GradientHook(self, source, path, call)))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookrec.calls import Call, Counted, Sink
+from hookrec.calls import Call, Counted, Sink, nothing
 from hookrec.compiled import EagerSteps
 from hookrec.gradients import Gradients
 from hookrec.guard import Guard
@@ -28,6 +28,7 @@ from hookrec.uncopied import Uncopied
 from hookrec.values import flatten, flatten_arguments, values_of
 
 _thread = threading.get_ident
+_OF_CALLS = frozenset(("output", "grad_output", "input", "grad_input"))
 _transforms = torch._C._functorch.peek_interpreter_stack
 _sequence_number = torch._C._autograd._get_sequence_nr
 
@@ -39,6 +40,7 @@ class HookedLayer(Counted, Uncopied):
 
     def __init__(self, layer: Layer, hooks: "Hooks") -> None:
         super().__init__(layer.name, layer.root)
+        self.left_out = hooks.left_out(layer.name)
         self.hooks: Hooks | None = hooks
         self.module = weakref.ref(layer.module)
 
@@ -86,6 +88,7 @@ class Hooks:
         self._handles: dict[HookedLayer, list[tuple[RemovableHandle, Any]]] = {}
         self._gradients = Gradients(sink, guard)
         self._eager = EagerSteps()
+        self.left_out: Callable[[str], frozenset[str]] = nothing
         self.ops = Ops(ops, self._operation_returned, guard) if ops else None
         self.choose(layers, kinds)
 
@@ -97,6 +100,7 @@ class Hooks:
             kinds: what to record of them, as before if None; other kinds may come only while no hook is on.
         """
         if kinds is not None:
+            self._kinds = frozenset(kinds) & _OF_CALLS
             self._outputs = "output" in kinds
             self._output_gradients = self._gradients.of_outputs = "grad_output" in kinds
             self._inputs = "input" in kinds
@@ -108,6 +112,23 @@ class Hooks:
             self._take_off(hook)
         if self.installed:
             self._put_on()
+
+    def leave_out(self, left_out: Callable[[str], frozenset[str]]) -> None:
+        """Record no more of each layer in this step than a function, which is given its name, leaves in."""
+        self.left_out = left_out
+        for hook in self._layers:
+            hook.left_out = left_out(hook.name)
+            if self._kinds <= hook.left_out and hook in self._handles:
+                self._take_off(hook)
+        if self.ops is not None:
+            self.ops.leave_out(left_out)
+        if self.installed:
+            self._put_on()
+
+    @property
+    def any_on(self) -> bool:
+        """Whether there is a hook on a module."""
+        return bool(self._handles)
 
     def forget_streams(self) -> None:
         """Ask for the number of each stream again."""
@@ -129,7 +150,7 @@ class Hooks:
         for hook in self._layers:
             module = hook.module()
             # A hook that is on already stays, since the module may be in the middle of calling its hooks.
-            if module is not None and hook not in self._handles:
+            if module is not None and hook not in self._handles and not self._kinds <= hook.left_out:
                 self._handles[hook] = [(handle, handle.hooks_dict_ref()) for handle in self._register(module, hook)]
 
     def _register(self, module: nn.Module, hook: HookedLayer) -> Iterator[RemovableHandle]:
@@ -186,10 +207,11 @@ class Hooks:
         again = graph_task() != -1
         note = _noting(self.sink, layer, "input")
         for path, tensor in arguments:
-            if self._inputs and not again:
+            if self._inputs and not again and "input" not in layer.left_out:
                 with torch.no_grad():
                     frame.values += [(at, v.detach().clone()) for at, v in values_of(tensor, path, note)]
-            if self._input_gradients and tensor.requires_grad and torch.is_grad_enabled():
+            wanted = self._input_gradients and "grad_input" not in layer.left_out
+            if wanted and tensor.requires_grad and torch.is_grad_enabled():
                 frame.inputs.append(Input(path, tensor))
 
     def close(self) -> None:
@@ -239,7 +261,7 @@ class Hooks:
             for path, tensor in frame.values:
                 self.sink.take(source, "input", path, tensor, call)
         fingerprint = None
-        if self._outputs:
+        if self._outputs and "output" not in source.left_out:
             note = _noting(self.sink, source, "output")
             for path, tensor in tensors:
                 for at, values in values_of(tensor, path, note):

@@ -10,7 +10,7 @@ attention uses its `out_proj` as a bag of parameters, and a parametrized layer h
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,8 +152,16 @@ def _no_match(glob: str, layers: list[Layer], candidates: list[Layer], *, contai
     return f"layers={glob!r} matches none of the {len(names)} {what}; there are, for example, {examples}."
 
 
-def describe(layers: list[Layer], recorded: list[Layer]) -> dict[str, Any]:
-    """Return the model as `model.json` has it."""
+def describe(
+    layers: list[Layer], recorded: list[Layer], why: Callable[[str], str | None] = lambda name: None
+) -> dict[str, Any]:
+    """Return the model as `model.json` has it.
+
+    Args:
+        layers: all modules.
+        recorded: those that are hooked in some step.
+        why: says of a layer that was chosen why it may have no records.
+    """
     hooked = {id(layer) for layer in recorded}
     owners: dict[int, tuple[str, str]] = {}
     modules = []
@@ -169,7 +177,9 @@ def describe(layers: list[Layer], recorded: list[Layer]) -> dict[str, Any]:
         if layer.leaf and (settings := settings_of(layer.module)) is not None:
             module["settings"] = settings
         if id(layer) not in hooked and (layer.leaf or layer.why_not):
-            module["why"] = layer.why_not or "not chosen by layers="
+            module["why"] = layer.why_not or why(layer.name) or "not chosen by layers="
+        elif id(layer) in hooked and (reason := why(layer.name)) is not None:
+            module["why"] = reason
         modules.append(module)
     return {"modules": modules}
 

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
-from hookrec.calls import Counted
+from hookrec.calls import Counted, nothing
 from hookrec.errors import AttachError
 from hookrec.guard import Guard
 from hookrec.layers import Layer
@@ -76,6 +76,7 @@ class Ops:
         self._mode = _Mode(self)
         self._under_way = _UnderWay()
         self._operations: dict[Any, str | None] = {}
+        self._left_out: Callable[[str], frozenset[str]] = nothing
 
     def choose(self, layers: Iterable[Layer], globs: tuple[str, ...]) -> None:
         """Record inside of these modules from now on."""
@@ -95,6 +96,13 @@ class Ops:
         for owner in self._owners.values():
             for operation in owner.operations.values():
                 operation.streams.clear()
+
+    def leave_out(self, left_out: Callable[[str], frozenset[str]]) -> None:
+        """Record no more of each operation than a function, which is given its name, leaves in."""
+        self._left_out = left_out
+        for owner in self._owners.values():
+            for operation in owner.operations.values():
+                operation.left_out = left_out(operation.name)
 
     def install(self) -> None:
         """Begin a step that is recorded."""
@@ -184,6 +192,7 @@ class Ops:
         counted = owner.operations.get(key)
         if counted is None:
             counted = owner.operations[key] = Counted(f"{owner.name}/{operation}#{number}", owner.root)
+            counted.left_out = self._left_out(counted.name)
         counted.entered = entered
         self._returned(counted, tensors, module.training)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from hookrec.calls import Call, Sink
+from hookrec.calls import NOTHING, Call, Sink, nothing
 from hookrec.guard import Guard
 from hookrec.layers import Layer, own_parameters
 from hookrec.optimizer_hooks import after_step, before_step, is_inner, take_off
@@ -42,6 +42,7 @@ class Owned:
         self.streams: dict[tuple[str, str, torch.dtype, torch.Size], int] = {}
         self.counts = dict.fromkeys(KINDS, 0)
         self.handle: RemovableHandle | None = None
+        self.left_out = NOTHING
 
     def call(self, kind: str, sink: Sink) -> Call:
         """Return the next number of a kind in the step."""
@@ -70,6 +71,7 @@ class Parameters:
         self._guard = guard
         self._owned: dict[int, Owned] = {}
         self._installed = False
+        self.left_out: Callable[[str], frozenset[str]] = nothing  # by the name of the layer, in this step
         self._touched: dict[int, dict[int, Tensor | None]] = {}
         self._before: dict[int, Tensor] = {}
         self._stop_listening: list[Callable[[], None]] = []
@@ -105,6 +107,7 @@ class Parameters:
                     before = known.get(id(parameter))
                     if before is None or before.parameter() is not parameter or before.name != layer.name:
                         before = Owned(layer, name, parameter)
+                        before.left_out = self.left_out(layer.name)
                     self._owned[id(parameter)] = before
         for owned in known.values():
             if owned not in self._owned.values():
@@ -117,6 +120,7 @@ class Parameters:
         self._forget()
         for owned in self._owned.values():
             owned.counts = dict.fromkeys(KINDS, 0)
+            owned.left_out = self.left_out(owned.name)
         self._installed = True
         self.materialise()
 
@@ -160,7 +164,15 @@ class Parameters:
                 if not owned.counts["param"] and parameter is not None and not nn.parameter.is_lazy(parameter):
                     self._take(owned, "param", parameter)
 
+    @property
+    def any_due(self) -> bool:
+        """Whether there is a parameter with records in this step."""
+        return any(not self._kinds <= owned.left_out for owned in self._owned.values())
+
     def _take(self, owned: Owned, kind: str, tensor: Tensor) -> None:
+        if kind in owned.left_out:
+            return
+
         def note(note: str) -> None:
             self._sink.note(owned.name, f"{kind} {owned.path}: {note}")
 
@@ -217,7 +229,8 @@ class Parameters:
             if "param_grad" in self._kinds:
                 with torch.no_grad():
                     self._take(owned, "param_grad", gradient if scale is None else gradient / scale)
-            if "update" in self._kinds and id(parameter) not in self._before:
+            wanted = "update" in self._kinds and "update" not in owned.left_out
+            if wanted and id(parameter) not in self._before:
                 with torch.no_grad():
                     self._before[id(parameter)] = parameter.detach().clone()
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import difflib
+import fnmatch
 import inspect
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +25,7 @@ CLOCKS = ("optimizer", "forward", "manual")
 
 LEAST_RING_BYTES = 10**6
 
-CHANGEABLE = ("layers", "containers", "kinds", "every", "steps", "tensors", "tensor_steps", "when_full")
+CHANGEABLE = ("layers", "containers", "kinds", "every", "steps", "tensors", "tensor_steps", "when_full", "rules")
 """What may be changed while a recording is under way; the rest is settled when the writer begins."""
 
 TENSOR_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -35,8 +36,40 @@ _OF_BATCH = ("output", "grad_output", "input", "grad_input")
 _OF_TENSORS = ("tensor_steps", "tensor_dtype", "tensor_rows")
 _OF_FLIGHT = ("after", "triggers", "trigger_rest", "trigger_limit", "signals")
 
+_OF_RULES = ("record", "tensors", "every", "steps", "tensor_steps", "tensor_dtype", "tensor_rows")
+_NONE = "none"  # TOML has no word of its own for it
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is recorded otherwise of some layers and kinds.
+
+    Attributes:
+        layers: globs over qualified layer names.
+        kinds: of which kinds; all of the plan if empty.
+        record: whether there are records at all.
+        options: names and values of what the plan says otherwise; the rest is as the plan has it.
+    """
+
+    layers: tuple[str, ...] = ("*",)
+    kinds: tuple[str, ...] = ()
+    record: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def matches(self, names: Iterable[str], kind: str) -> bool:
+        """Whether it is about a kind of a layer that has these names."""
+        return (not self.kinds or kind in self.kinds) and any(
+            fnmatch.fnmatchcase(name, glob) for glob in self.layers for name in names
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the rule as it is written in a plan."""
+        kinds = {"kinds": list(self.kinds)} if self.kinds else {}
+        record = {} if self.record else {"record": False}
+        return {"layers": list(self.layers), **kinds, **record, **dict(self.options)}
 
 
 @dataclass(frozen=True)
@@ -69,6 +102,8 @@ class Plan:
         trigger_rest: steps after which the same condition may fire again.
         trigger_limit: how often the same condition may fire.
         signals: names of signals that are triggers.
+        rules: what is recorded otherwise of some layers and kinds; of several that match, the last decides.
+        transform: functions, as `module:name`, whose results are recorded as well, by globs over layer names.
     """
 
     layers: tuple[str, ...] = ("*",)
@@ -96,6 +131,8 @@ class Plan:
     trigger_rest: int = 100
     trigger_limit: int = 10
     signals: tuple[str, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    transform: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -128,6 +165,8 @@ class Plan:
                 "hold the tensors of a step or two, such as ring='512MB'."
             )
         self._check_flight()
+        for number, rule in enumerate(self.rules):
+            self._check_rule(number, rule)
         if (
             isinstance(self.keep_free, bool)
             or not isinstance(self.keep_free, (int, float))
@@ -160,6 +199,27 @@ class Plan:
         for trigger in self.triggers:
             Condition(trigger)
 
+    def _check_rule(self, number: int, rule: Rule) -> None:
+        absent = [kind for kind in rule.kinds if kind not in self.kinds]
+        if absent:
+            raise AttachError(f"rules[{number}] is about {', '.join(absent)}, and kinds has no such; add it there.")
+        if self.flight is not None and "tensor_steps" in dict(rule.options):
+            raise AttachError(
+                f"rules[{number}] has tensor_steps, and flight mode chooses the steps whose tensors are kept."
+            )
+        try:
+            self.by(rule)
+        except AttachError as error:
+            raise AttachError(f"rules[{number}]: {error}") from None
+
+    def by(self, rule: Rule) -> Self:
+        """Return the plan for what a rule is about, without rules and flight mode."""
+        options = dict(rule.options)
+        alone = {name: getattr(Plan, name) for name in ("flight", *_OF_FLIGHT, "rules")}
+        if options.get("tensors") is False:  # then what the plan says of tensors is for others
+            alone |= {name: getattr(Plan, name) for name in _OF_TENSORS}
+        return dataclasses.replace(self, **{**alone, **options})
+
     def samples(self, step: int) -> bool:
         """Whether the step is recorded."""
         return step % self.every == 0 and step in schedule_of("steps", self.steps)
@@ -178,7 +238,8 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as `trace.json` has it."""
-        return dataclasses.asdict(self)
+        rules = [rule.as_json() for rule in self.rules]
+        return {**dataclasses.asdict(self), "rules": rules, "transform": dict(self.transform)}
 
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return the plan with other values, given as `plan_of` takes them.
@@ -222,6 +283,8 @@ def plan_of(
     trigger_rest: int = 100,
     trigger_limit: int = 10,
     signals: str | Iterable[str] = (),
+    rules: Iterable[Mapping[str, Any]] = (),
+    transform: Mapping[str, Callable[..., Any] | str] | None = None,
 ) -> Plan:
     """Return the plan that is meant by the arguments of `attach`, which are described there.
 
@@ -255,6 +318,8 @@ def plan_of(
         trigger_rest=trigger_rest,
         trigger_limit=trigger_limit,
         signals=as_tuple("signals", signals),
+        rules=_as_rules(rules),
+        transform=_as_names(transform),
     )
 
 
@@ -317,6 +382,63 @@ def as_tuple(what: str, names: str | Iterable[str]) -> tuple[str, ...]:
     if not all(isinstance(name, str) for name in several):
         raise AttachError(f"{what} is {names!r}; it takes a string or several.")
     return several
+
+
+def _as_rules(rules: object) -> tuple[Rule, ...]:
+    if isinstance(rules, Mapping):
+        rules = (rules,)
+    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, Mapping) for rule in rules):
+        raise AttachError(
+            f"rules is {rules!r}; it takes a list of rules, such as [{{'layers': 'encoder.*', 'tensors': False}}]."
+        )
+    return tuple(_as_rule(f"rules[{number}]", rule) for number, rule in enumerate(rules))
+
+
+def _as_names(transform: object) -> tuple[tuple[str, str], ...]:
+    """Return the functions by their names, which is how a trace has them."""
+    if transform is None:
+        return ()
+    if not isinstance(transform, Mapping) or not all(isinstance(glob, str) for glob in transform):
+        raise AttachError(f"transform is {transform!r}; it takes functions by globs over layers: {{'encoder.*': fn}}.")
+    named = []
+    for glob, function in transform.items():
+        place = isinstance(function, str) and re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", function)
+        if not place and (isinstance(function, str) or not callable(function)):
+            raise AttachError(f"transform[{glob!r}] is {function!r}; it takes a function, or its place: 'module:name'.")
+        named.append((glob, function if isinstance(function, str) else _place_of(function)))
+    return tuple(named)
+
+
+def _place_of(function: object) -> str:
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{getattr(function, '__module__', None) or '?'}:{name}"
+
+
+def _as_rule(what: str, rule: Mapping[str, Any]) -> Rule:
+    known = ("layers", "kinds", *_OF_RULES)
+    for name in rule:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it may have {', '.join(known)}."
+            raise AttachError(f"{what} has {name!r}, which no rule has; {hint}")
+    options = {name: value for name, value in rule.items() if name in _OF_RULES and name != "record"}
+    for name in ("tensor_dtype", "tensor_rows"):
+        if options.get(name) == _NONE:
+            options[name] = None
+    if "tensors" in options:
+        _boolean(f"tensors of {what}", options["tensors"])
+    record = _boolean(f"record of {what}", rule.get("record", True))
+    if not options and record:
+        raise AttachError(f"{what} says nothing; it may have {', '.join(_OF_RULES)}.")
+    if options and not record:
+        raise AttachError(f"{what} has record=False, and {', '.join(options)} of what is not recorded.")
+    layers = as_tuple(f"layers of {what}", rule.get("layers", "*"))
+    kinds = as_tuple(f"kinds of {what}", rule.get("kinds", ()))
+    if not layers or ("kinds" in rule and not kinds):
+        raise AttachError(f"{what} is about nothing: its {'kinds' if layers else 'layers'} is empty.")
+    for kind in kinds:
+        _one_of("kind", kind, KINDS)
+    return Rule(layers, kinds, record, tuple(options.items()))
 
 
 def _boolean(what: str, value: object) -> bool:

@@ -6,6 +6,7 @@ They are derived from the plan, so that whatever `attach` takes can be said here
 
 import inspect
 import re
+import tomllib
 import typing
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -47,6 +48,8 @@ _MORE = {
     "max_bytes": "Such as 50GB.",
     "triggers": "Such as 'n_nan > 0'.",
     "signals": "Such as SIGUSR1.",
+    "transform": "Such as 'encoder.*=mymodule:mean'.",
+    "rules": """Each as in TOML, such as 'layers="encoder.*", tensors=false'.""",
 }
 
 
@@ -67,7 +70,7 @@ def _option(name: str, annotation: Any, explanation: str) -> Callable[[Callable[
         return click.option(f"{flag}/--no-{flag[2:]}", name, default=None, help=help)
     if name in _CHOICES:
         return click.option(flag, name, type=click.Choice([choice or _NONE for choice in _CHOICES[name]]), help=help)
-    if any(typing.get_origin(kind) is Iterable for kind in kinds):
+    if name == "transform" or any(typing.get_origin(kind) is Iterable for kind in kinds):
         return click.option(flag, name, multiple=True, help=f"{help} May be repeated.")
     number = next((kind for kind in (int, float) if kind in kinds and str not in kinds), str)
     return click.option(flag, name, type=number, help=help)
@@ -112,6 +115,8 @@ def changes_of(assignments: tuple[str, ...]) -> dict[str, Any]:
             raise click.UsageError(f"{name} is given twice.")
         if name in _LISTS:
             value = _split((value,))
+        elif name == "rules":
+            value = _rules(value) if value else []
         elif value.lower() in ("true", "yes", "on", "false", "no", "off"):
             value = value.lower() in ("true", "yes", "on")
         elif name not in _SCHEDULES and re.fullmatch("[0-9]{1,18}", value):
@@ -123,7 +128,30 @@ def changes_of(assignments: tuple[str, ...]) -> dict[str, Any]:
 def _meant(name: str, value: Any) -> Any:
     if name in _LISTS:
         return _split(value)
+    if name == "transform":
+        return dict(_function(text) for text in value)
+    if name == "rules":
+        return [rule for text in value for rule in _rules(text)]
     return None if name in _CHOICES and value == _NONE else list(value) if isinstance(value, tuple) else value
+
+
+def _function(text: str) -> tuple[str, str]:
+    glob, sign, place = text.rpartition("=")
+    if not sign:
+        raise click.UsageError(f"{text!r} is no transform; write for example 'encoder.*=mymodule:mean'.")
+    return glob, place
+
+
+def _rules(text: str) -> list[Any]:
+    """Return the rules that a text has: what is in an inline table of TOML, such a table, or an array of them."""
+    value = text if text.lstrip().startswith(("[", "{")) else f"{{{text}}}"
+    try:
+        found = tomllib.loads(f"rules = {value}")["rules"]
+    except tomllib.TOMLDecodeError as error:
+        raise click.UsageError(
+            f"""{text!r} is no rule as TOML has it ({error}); write for example 'layers="encoder.*", every=10'."""
+        ) from None
+    return found if isinstance(found, list) else [found]
 
 
 def _split(texts: tuple[str, ...]) -> list[str]:

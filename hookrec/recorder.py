@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hookrec.choices import Choices, model_facts
 from hookrec.clock import check as check_clock
 from hookrec.control import heard, unheard, working_directory
 from hookrec.errors import AttachError, DetachedError
-from hookrec.layers import Layer, choose, describe, layers_of
+from hookrec.layers import Layer, choose, layers_of
 from hookrec.ops import check as check_ops
 from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.plan import Plan, plan_of
 from hookrec.recording import Recording, is_recorded
 from hookrec.signals import Signals
 from hookrec.signals import check as check_signals
+from hookrec.transforms import Function, functions_of
 from hookrec.writer_process import WriterProcess
 
 _WAIT_S = 60.0
@@ -62,6 +64,8 @@ def attach(
     trigger_rest: int = 100,
     trigger_limit: int = 10,
     signals: str | Iterable[str] = (),
+    rules: Iterable[Mapping[str, Any]] = (),
+    transform: Mapping[str, Function | str] | None = None,
     resume: bool | int = False,
 ) -> "Recorder":
     """Record what flows through the layers of a model.
@@ -114,6 +118,13 @@ def attach(
         trigger_rest: steps after which a condition that was false in between may fire again.
         trigger_limit: how often a condition may fire.
         signals: names of signals that are triggers, such as "SIGUSR1"; earlier handlers are called as before.
+        rules: what is recorded otherwise of some layers and kinds, each a dict such as `{"layers": "encoder.*",
+            "kinds": "output", "every": 10, "tensor_rows": 4}`, with any of `every`, `steps`, `tensors`, `tensor_steps`,
+            `tensor_dtype` and `tensor_rows`, or `{"layers": "head", "record": False}`. The last rule that matches a
+            record decides; what it does not say is as the other arguments have it.
+        transform: functions by globs over layer names, of which the last that matches is called with layer, kind and a
+            clone of each tensor that is recorded. The tensor that it returns, if it does, is recorded as well, as layer
+            `encoder.0/function`. Also as "module:function". It must not call the model.
         resume: go on in the trace at `path`, or begin one if there is none: so the same line serves the first start of
             a training and each later one. A number is the step that comes next, which a checkpoint has if `steps` of
             the recorder was saved with it; True is the step after the last that was committed. What was recorded
@@ -151,8 +162,11 @@ def attach(
         trigger_rest=trigger_rest,
         trigger_limit=trigger_limit,
         signals=signals,
+        rules=rules,
+        transform=transform,
     )
-    return Recorder(_as_models(model), _absolute(path), plan, clock, _as_resume(resume))
+    functions = functions_of(transform or {})
+    return Recorder(_as_models(model), _absolute(path), plan, clock, _as_resume(resume), functions)
 
 
 class Recorder:
@@ -169,6 +183,7 @@ class Recorder:
         plan: Plan,
         clock: str | Optimizer,
         resume: bool | int = False,
+        functions: Mapping[str, Function] | None = None,
     ) -> None:
         check_clock(clock)
         check_ops(plan.ops)
@@ -194,17 +209,18 @@ class Recorder:
                 "directory": str(rank_directory),
                 "pid": os.getpid(),
                 "plan": plan.as_json(),
-                "model": describe(layers, chosen),
+                "model": model_facts(layers, chosen, Choices.of_plan(plan, layers)),
                 "trace": {**_identity(), "ranks": ranks} if rank == 0 else None,
                 "attempt": None if resume is False else attempt,
             }
             writer = WriterProcess(config, plan.ring_bytes, plan.restart)
             stack.pop_all()
         try:
-            self._recording = Recording(models, layers, chosen, plan, clock, writer, writer.first_step)
+            self._recording = Recording(models, layers, chosen, plan, clock, writer, writer.first_step, functions)
         except BaseException:
             writer.wait()
             raise
+        self._recording.look_for_globs(layers, chosen)
         self._waiting = threading.Lock()
         self._signals = Signals(plan.signals, self._recording.trigger_soon)
         self._waited = False

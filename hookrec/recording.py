@@ -20,18 +20,21 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from hookrec.calls import Call, Named
+from hookrec.calls import Call, Named, nothing
 from hookrec.capture import Capture
+from hookrec.choices import Choices, model_facts
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
 from hookrec.flight import ring_for, steps_that_fit
 from hookrec.guard import Guard
 from hookrec.hooks import Hooks
-from hookrec.layers import Layer, choose, describe, layers_of, parameter_ids
+from hookrec.layers import Layer, choose, layers_of, parameter_ids
 from hookrec.nothing import likely_cause
+from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.parameters import Parameters
 from hookrec.plan import Plan
 from hookrec.ring import LIMIT, WriterGone
+from hookrec.transforms import Function, Transforms
 from hookrec.writer_process import WriterProcess
 
 _recordings: "weakref.WeakSet[Recording]" = weakref.WeakSet()
@@ -48,6 +51,7 @@ class Recording:
         clock: what ends a step.
         writer: where it goes.
         first_step: the number of the first step.
+        functions: those of the user, by globs over layer names.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Recording:
         clock: str | Optimizer,
         writer: WriterProcess,
         first_step: int = 0,
+        functions: Mapping[str, Function] | None = None,
     ) -> None:
         self.first_step = self.step_number = first_step
         self.active = True
@@ -66,8 +71,12 @@ class Recording:
         self._plan = plan
         self._writer = writer
         self._ring = writer.ring
-        self._capture = Capture(self._ring, plan)
+        self._choices = Choices.of_plan(plan, modules)
+        self._capture = Capture(self._ring, plan, self._choices)
         self._guard = Guard(self.fault)
+        self._transforms: Transforms | None = None
+        if functions:
+            self._transforms = Transforms(functions, self._record, self._wants, self.note, self._guard)
         self._hooks = Hooks(layers, self, plan.kinds, self._guard, plan.ops)
         self._choose_ops(modules)
         self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
@@ -113,11 +122,20 @@ class Recording:
 
     def take(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
         """Record a tensor; return its statistics."""
+        statistics = self._record(layer, kind, path, tensor, call)
+        if self._transforms is not None:
+            self._transforms.give(layer.name, kind, path, tensor, call)
+        return statistics
+
+    def _record(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
         key = (kind, path, tensor.dtype, tensor.shape)
         stream = layer.streams.get(key)
         if stream is None:
             stream = layer.streams[key] = self._capture.stream(layer.name, *key)
         return self._capture.record(stream, tensor, call)
+
+    def _wants(self, layer: str, kind: str, step: int) -> bool:
+        return self._choices is None or kind not in self._choices.left_out(layer, step)
 
     def fingerprint(self, tensor: Tensor) -> bytes:
         """Return the statistics of a tensor that is not recorded."""
@@ -209,10 +227,12 @@ class Recording:
             layers = layers_of(self._roots())
             with contextlib.suppress(AttachError):  # what matched before may be gone now
                 chosen = choose(layers, self._plan.layers, containers=self._plan.containers)
+                if self._choices is not None:
+                    self._choices.know(layers)
                 self._hooks.choose(chosen)
                 self._parameters.choose(layers)
                 self._choose_ops(layers)
-                self._ring.facts["model"] = describe(layers, chosen)
+                self._ring.facts["model"] = model_facts(layers, chosen, self._choices)
 
     def _choose_ops(self, modules: list[Layer]) -> None:
         if self._hooks.ops is not None:
@@ -262,14 +282,19 @@ class Recording:
         self._hooks.remove()
         self._hooks.choose(chosen, plan.kinds)
         self._choose_ops(layers)
-        if self._capture.follow(plan):
+        self._choices = Choices.of_plan(plan, layers)
+        self._leave_out(nothing)
+        if self._capture.follow(plan, self._choices):
             self._hooks.forget_streams()
+            if self._transforms is not None:
+                self._transforms.forget_streams()
         self._parameters.close()
         self._parameters = Parameters(self, plan.kinds, plan.layers, self._guard)
         self._parameters.choose(layers)
         self._clock.be_last()
-        self._ring.facts["model"] = describe(layers, chosen)
+        self._ring.facts["model"] = model_facts(layers, chosen, self._choices)
         self._ring.facts["plan"] = after
+        self.look_for_globs(layers, chosen)
         words = ", ".join(f"{name} {_words(before[name])} -> {_words(value)}" for name, value in different.items())
         self._noted.discard((None, f"the plan was changed: {words}"))  # it may be changed back and forth
         self.note(None, f"the plan was changed: {words}", time=round(time.time(), 3), plan=after)
@@ -302,10 +327,13 @@ class Recording:
         self._before = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
         self._ring.high_water_bytes = 0
         self._capture.begin_step(self.step_number)
-        sampled = self._plan.samples(self.step_number)
+        sampled = self._samples()
         self._clock.begin_step(sampled=sampled)
         if sampled:
             self._choose_again()
+            if self._choices is not None:
+                choices, step = self._choices, self.step_number
+                self._leave_out(lambda layer: choices.left_out(layer, step))
             self._hooks.install()
             self._parameters.install()
         else:
@@ -313,6 +341,21 @@ class Recording:
             self._parameters.remove()
         if self._paused:
             self.pause()
+
+    def _samples(self) -> bool:
+        return (self._plan if self._choices is None else self._choices).samples(self.step_number)
+
+    def _leave_out(self, left_out: Callable[[str], frozenset[str]]) -> None:
+        self._parameters.left_out = left_out
+        self._hooks.leave_out(left_out)
+
+    def look_for_globs(self, layers: list[Layer], chosen: list[Layer]) -> None:
+        """Warn of rules that are about no layer."""
+        if self._choices is not None:
+            every_module = bool(self._plan.ops) or not set(self._plan.kinds).isdisjoint(PARAMETER_KINDS)
+            for sentence in self._choices.unmatched(layers if every_module else chosen):
+                self.note(None, sentence)
+                warn(f"{sentence}.")
 
     def pause(self) -> None:
         """Take the hooks off the modules until `resume`; parameters are still watched, since they have no calls."""
@@ -327,7 +370,7 @@ class Recording:
         with self._capture.lock:
             if self.active and self._paused:
                 self._paused = False
-                sampled = self._plan.samples(self.step_number)
+                sampled = self._samples()
                 self._clock.watch(sampled=sampled)
                 if sampled:
                     self._choose_again()
@@ -351,6 +394,8 @@ class Recording:
     def _look_for_records(self) -> None:
         """Warn once of a step that should have records and has none."""
         if self._capture.records or self._told_of_nothing or not self._hooks.installed:
+            return
+        if self._choices is not None and not (self._hooks.any_on or self._parameters.any_due):
             return
         self._told_of_nothing = True
         called = any(self._clock.forwards)

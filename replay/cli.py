@@ -1,5 +1,6 @@
 """The command `replay`: questions to a trace, answered as tables on a terminal, plain text elsewhere, or JSON."""
 
+import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -95,6 +96,7 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
         "tensor bytes": trace.nbytes,
         "no tensor": trace.not_kept,
         "in part": _few(trace.stored_in_part),
+        "rules": _rules(trace.identity["plan"].get("rules")),
         "silent": [f"{layer or '(root)'}: {why}" for layer, why in trace.silent],
         "notes": [_note(note) for note in trace.notes],
         "triggers": [_trigger(line) for line in trace.triggers],
@@ -110,6 +112,12 @@ def _facts(trace: replay.Trace) -> dict[str, Any]:
 def _few(texts: list[str]) -> list[str]:
     more = len(texts) - _FEW_SHAPES
     return [*texts[:_FEW_SHAPES], f"and {more:,} more streams"] if more > 0 else texts
+
+
+def _rules(rules: object) -> list[str]:
+    """Return the rules of the plan that recording began with; how they were changed is in the notes."""
+    found = rules if isinstance(rules, list) else []
+    return [f"rules[{number}] {json.dumps(rule, ensure_ascii=False)}" for number, rule in enumerate(found)]
 
 
 def _note(note: dict[str, Any]) -> str:
