@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 
-.PHONY: bench check demo docs test test-slow
+.PHONY: bench check demo docs gpu test test-slow
 
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py hookrec/native/capture.c
 	$(PYTHON) -m venv $(VENV)
@@ -31,3 +31,7 @@ check: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(VENV)/bin/python -m benchmarks
+
+# On a machine with a GPU, with a torch of its own that has CUDA.
+gpu:
+	$(PYTHON) -m benchmarks.gpu

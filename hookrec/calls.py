@@ -16,6 +16,10 @@ class Call(NamedTuple):
     mode: int
 
 
+Fingerprint = object
+"""What is the same of the same values: their statistics, or a reference to those that are on a device."""
+
+
 class Named(Protocol):
     """Whatever has records: its name, and the numbers of its streams by kind, path, dtype and shape."""
 
@@ -33,11 +37,11 @@ class Sink(Protocol):
         """Return which forward pass of a root in the step is under way, from 0."""
         ...
 
-    def take(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
+    def take(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> Fingerprint:
         """Record a tensor; return its statistics."""
         ...
 
-    def fingerprint(self, tensor: Tensor) -> bytes:
+    def fingerprint(self, tensor: Tensor) -> Fingerprint:
         """Return the statistics of a tensor that is not recorded."""
         ...
 
@@ -88,7 +92,7 @@ class Counted:
         self.left_out = NOTHING
         self._step = -1
         self._calls = 0
-        self._without_grad: list[tuple[Call, bytes]] = []
+        self._without_grad: list[tuple[Call, Fingerprint]] = []
 
     def next_call(self, step: int) -> int:
         """Return the number of the call that has just been completed."""
@@ -99,11 +103,11 @@ class Counted:
         self._calls = call + 1
         return call
 
-    def await_recomputation(self, call: Call, fingerprint: bytes) -> None:
+    def await_recomputation(self, call: Call, fingerprint: Fingerprint) -> None:
         """Remember a call that ran without grad: a recomputation may bring its gradients."""
         self._without_grad.append((call, fingerprint))
 
-    def recomputed(self, step: int, fingerprint: Callable[[], bytes]) -> Call | None:
+    def recomputed(self, step: int, fingerprint: Callable[[], Fingerprint]) -> Call | None:
         """Return the call, the last first, that gave the output which was computed again."""
         if step == self._step and self._without_grad:
             found = fingerprint()

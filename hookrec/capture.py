@@ -1,9 +1,10 @@
 """How a tensor becomes a record: its bytes into the ring, its statistics into a row, before the model goes on.
 
 The copy must be finished when this returns: an in-place successor, an optimizer or a reused buffer changes the tensor
-next. For a contiguous tensor on the CPU copy and statistics are one pass of the native kernel. Everything else goes by
-torch: into the ring by `copy_`, which knows strides and devices, and the statistics are taken of the copy. Of a tensor
-that is stored in part, its first rows or in a smaller dtype, the statistics are taken of the whole first.
+next. For a contiguous tensor on the CPU copy and statistics are one pass of the native kernel. On CUDA the copy is only
+begun, in the order of the device's work: `device_copies`. Everything else goes by torch: into the ring by `copy_`,
+which knows strides and devices, and the statistics are taken of the copy. Of a tensor that is stored in part, its first
+rows or in a smaller dtype, the statistics are taken of the whole first.
 
 Nothing here is differentiable, draws a random number or keeps a tensor of the model alive.
 """
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hookrec.calls import DTYPE_NAMES, Call
+from hookrec.calls import DTYPE_NAMES, Call, Fingerprint
 from hookrec.choices import Choices
+from hookrec.device_copies import AWAITED, DeviceCopies, Measured
 from hookrec.plan import Plan
 from hookrec.ring import KEPT, LARGER_THAN_RING, NOT_ASKED, RING_FULL, ROW, ROW_BYTES, Ring
-from hookrec.statistics import NATIVE_DTYPES, STATISTICS, describe, load_native
+from hookrec.statistics import NATIVE_DTYPES, STATISTICS, describe, load_native, measure
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -52,6 +54,7 @@ class Capture:
             ring.streams[self._key_of(facts) or number] = facts
         self._memory = torch.frombuffer(ring.map, dtype=torch.uint8)
         self._memory_address = self._memory.data_ptr()
+        self._device_copies = DeviceCopies(ring.map, self._memory)
         # The rows are written by address, so the buffer must never be resized: the export of it sees to that.
         self._rows = (ctypes.c_char * len(ring.rows)).from_buffer(ring.rows)
         self._statistics_address = ctypes.addressof(self._rows) + ROW.size
@@ -90,11 +93,11 @@ class Capture:
                     self._not_asked.add(number)
         return number
 
-    def record(self, stream: int, tensor: Tensor, call: Call) -> bytes:
+    def record(self, stream: int, tensor: Tensor, call: Call) -> Fingerprint:
         """Record a tensor whose dtype and layout can be stored.
 
         Returns:
-            Its statistics, packed.
+            Its statistics, packed, or where they will be on its device.
 
         Raises:
             WriterGone: the writer died.
@@ -126,12 +129,15 @@ class Capture:
             code = NATIVE_DTYPES.get(tensor.dtype)
             address = self._statistics_address + row * ROW_BYTES
             into = offset if part is None else 0
+            measured = None
             if self._native is not None and code is not None and tensor.is_cpu and is_plain(tensor):
                 destination = self._memory_address + into if into else None
                 checksum = self._native(tensor.data_ptr(), destination, tensor.numel(), code, address, into != 0)
+            elif measured := self._record_on_device(tensor, part, row, offset, nbytes):
+                checksum = -1
             else:
                 checksum = self._record_by_torch(tensor, into, nbytes, row, code, address)
-            if part is not None and offset:
+            if part is not None and offset and measured is None:
                 self._store_part(tensor, part, offset)
             begin_row = row * ROW_BYTES
             step, number, micro, mode = call
@@ -139,7 +145,26 @@ class Capture:
             ring.part.count = row + 1
             self.records += 1
             self.seconds += time.perf_counter() - begin
-            return bytes(ring.rows[begin_row + ROW.size : begin_row + ROW_BYTES])
+            return measured or bytes(ring.rows[begin_row + ROW.size : begin_row + ROW_BYTES])
+
+    def _record_on_device(
+        self, tensor: Tensor, part: "_Part | None", row: int, offset: int, nbytes: int
+    ) -> Measured | None:
+        """Let a device record a tensor; None if it has no lane of ours, or there is nothing to do."""
+        device = self._device_copies.of(tensor.device)
+        if device is None or not tensor.numel():
+            return None
+        with torch.no_grad():
+            whole = stored = tensor.detach()
+            dtype, shape = tensor.dtype, tensor.shape
+            if part is not None:
+                dtype, shape = part.dtype, part.shape
+                stored = whole[: shape[0]] if len(shape) else whole
+            place = self._memory[offset : offset + nbytes].view(dtype).view(shape) if offset else None
+            measured = device.record(self._ring.part, row, whole, stored, place)
+        begin = row * ROW_BYTES + ROW.size
+        self._ring.rows[begin : begin + STATISTICS.size] = AWAITED
+        return measured
 
     def _record_by_torch(
         self, tensor: Tensor, offset: int, nbytes: int, row: int, code: int | None, address: int
@@ -166,8 +191,11 @@ class Capture:
             values = tensor.detach()
             place.copy_(values[: part.shape[0]] if len(part.shape) else values)
 
-    def fingerprint(self, tensor: Tensor) -> bytes:
+    def fingerprint(self, tensor: Tensor) -> Fingerprint:
         """Return the statistics of a tensor, by which a recomputed value is told from others."""
+        if tensor.numel() and self._device_copies.of(tensor.device) is not None:
+            with torch.no_grad():
+                return Measured(measure(tensor.detach()))
         return describe(tensor)
 
     def follow(self, plan: Plan, choices: Choices | None = None) -> bool:
@@ -200,6 +228,7 @@ class Capture:
         """Let go of the ring; what a hook in another thread still brings is dropped."""
         with self.lock:
             self._closed = True
+            self._device_copies.close()
             self._memory = torch.empty(0, dtype=torch.uint8)
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from hookrec.calls import Call, Counted, Sink, nothing
+from hookrec.calls import Call, Counted, Fingerprint, Sink, nothing
 from hookrec.compiled import EagerSteps
 from hookrec.gradients import Gradients
 from hookrec.guard import Guard
@@ -260,7 +260,7 @@ class Hooks:
         if frame is not None:
             for path, tensor in frame.values:
                 self.sink.take(source, "input", path, tensor, call)
-        fingerprint = None
+        fingerprint: Fingerprint = None
         if self._outputs and "output" not in source.left_out:
             note = _noting(self.sink, source, "output")
             for path, tensor in tensors:
@@ -273,7 +273,7 @@ class Hooks:
             else:
                 self._gradients.watch(source, tensors, call, frame)
 
-    def _fingerprint(self, tensors: list[tuple[str, Tensor]]) -> bytes:
+    def _fingerprint(self, tensors: list[tuple[str, Tensor]]) -> Fingerprint:
         for _, tensor in tensors:
             for _, values in values_of(tensor, "", _silent):
                 return self.sink.fingerprint(values)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.optim import Optimizer
 
-from hookrec.calls import Call, Named, nothing
+from hookrec.calls import Call, Fingerprint, Named, nothing
 from hookrec.capture import Capture
 from hookrec.choices import Choices, model_facts
 from hookrec.clock import Clock
@@ -120,14 +120,14 @@ class Recording:
         """Return which forward pass of a root in the step is under way, from 0."""
         return max(0, self._clock.forwards[root] - 1)
 
-    def take(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
+    def take(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> Fingerprint:
         """Record a tensor; return its statistics."""
         statistics = self._record(layer, kind, path, tensor, call)
         if self._transforms is not None:
             self._transforms.give(layer.name, kind, path, tensor, call)
         return statistics
 
-    def _record(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> bytes:
+    def _record(self, layer: Named, kind: str, path: str, tensor: Tensor, call: Call) -> Fingerprint:
         key = (kind, path, tensor.dtype, tensor.shape)
         stream = layer.streams.get(key)
         if stream is None:
@@ -137,7 +137,7 @@ class Recording:
     def _wants(self, layer: str, kind: str, step: int) -> bool:
         return self._choices is None or kind not in self._choices.left_out(layer, step)
 
-    def fingerprint(self, tensor: Tensor) -> bytes:
+    def fingerprint(self, tensor: Tensor) -> Fingerprint:
         """Return the statistics of a tensor that is not recorded."""
         return self._capture.fingerprint(tensor)
 
@@ -451,7 +451,8 @@ class Recording:
             warn(f"{why}.")
 
     def _look_at_writer(self) -> None:
-        """Warn once of what the writer has to say."""
+        """Send what waited for a device, and warn once of what the writer has to say."""
+        self._ring.send_held()
         control = self._ring.control
         if control.failed:
             raise WriterGone
@@ -486,9 +487,10 @@ class Recording:
             with contextlib.suppress(Exception):
                 if how != "failed" and (self._capture.records or self._scalars or self._signals):
                     self._send_step()
+            with contextlib.suppress(Exception):
                 books = {name: round(value, 6) for name, value in self._books.items()}
                 self._ring.facts["end"] = {"how": how, "detail": detail, "books": books}
-                self._ring.send()
+                self._ring.send_last()
 
     def wait(self) -> None:
         """Wait until the writer has sealed the trace, and give the ring's memory back."""

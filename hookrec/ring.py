@@ -27,8 +27,8 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 PAGE = 4096
 DIRECT_BYTES = 65_536
@@ -46,7 +46,12 @@ MESSAGE = struct.Struct("<QII")
 KEPT, NOT_ASKED, RING_FULL, LARGER_THAN_RING, LIMIT, STORE_FAILED, NOT_STORABLE, NOT_TRIGGERED, LOST = range(9)
 """`kept` in the commit log, section 7 of the format."""
 
-_ROWS_A_PART = 4096
+ROWS_A_PART = 4096
+PARTS_UNDER_WAY = 16
+"""So many parts may wait for a device; before there are more, the training waits."""
+_DEVICE_S = 60.0
+"""A device that brings no part to an end for so long, while the training waits for it, has failed."""
+_STUCK = f"a GPU has come no further for {_DEVICE_S:g} s"
 _POLL_S = 0.0002
 
 # Without MSG_NOSIGNAL a script that has set SIGPIPE to its default would be killed by our writer's death.
@@ -55,6 +60,22 @@ _SEND_FLAGS = socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT
 
 class WriterGone(Exception):
     """The writer process is not there to take what the training records."""
+
+
+class DeviceStuck(Exception):
+    """A GPU does not come to the end of what it was given."""
+
+
+class Work(Protocol):
+    """What a device still has to do for a part."""
+
+    def begin(self) -> None:
+        """Ask for what is missing in the rows; called when the part is whole, perhaps more than once."""
+        ...
+
+    def fill(self, message: bytearray, begin: int) -> bool:
+        """Fill in the rows of a message, which begin at `begin`, if the device is done; return whether it is."""
+        ...
 
 
 class Control:
@@ -118,6 +139,7 @@ class Sent:
         notes: how many notes.
         plan: the plan as it was changed last; None if it never was.
         data: the message.
+        work: what a device has to do before it may go out; those behind it wait as well.
     """
 
     number: int = 0
@@ -126,7 +148,12 @@ class Sent:
     scalars: int = 0
     notes: int = 0
     plan: dict[str, Any] | None = None
-    data: bytes = b""
+    data: bytes | bytearray = b""
+    work: Work | None = None
+
+    def is_ready(self) -> bool:
+        """Whether it may go out."""
+        return self.work is None or (isinstance(self.data, bytearray) and self.work.fill(self.data, MESSAGE.size))
 
 
 @dataclass(slots=True)
@@ -140,6 +167,7 @@ class Part:
     after: Sent
     count: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
+    work: Work | None = None
 
 
 class Ring:
@@ -180,7 +208,7 @@ class Ring:
         # that an interrupt from the keyboard cannot come between two that belong together.
         self._messages = deque([Sent()])
         self._under_way: tuple[int, list[int]] = (1, [])  # the next message, and the bytes the socket took of it
-        self.rows = bytearray(_ROWS_A_PART * ROW_BYTES)
+        self.rows = bytearray(ROWS_A_PART * ROW_BYTES)
         self.part = Part(self._messages[0])
         self.streams: dict[Any, dict[str, Any]] = {}
         self.earlier_streams: list[dict[str, Any]] = []
@@ -242,10 +270,11 @@ class Ring:
 
         Raises:
             WriterGone: the writer died.
+            DeviceStuck: the memory waits for a device that does not go on.
         """
         align = PAGE if nbytes >= DIRECT_BYTES or nbytes % PAGE == 0 else 64
         padded = -(-nbytes // align) * align
-        if self._head - self._sent > self._part_bytes or self.part.count >= _ROWS_A_PART:
+        if self._head - self._sent > self._part_bytes or self.part.count >= ROWS_A_PART:
             self.send()
         if (position := self._fit(padded, align)) is None:
             # The writer cannot give back what it was not told of, and keeps what is not committed as long as it may.
@@ -253,8 +282,10 @@ class Ring:
             self.send()
             begin = time.perf_counter()
             while (position := self._fit(padded, align)) is None and wait:
-                if not self._is_served(begin):
+                if not self._is_served(begin) or not self._transmit():
                     self.replace_writer()
+                if self._held and time.perf_counter() - begin > _DEVICE_S:
+                    raise DeviceStuck(_STUCK)
                 time.sleep(_POLL_S)
             self.wait_s += time.perf_counter() - begin
             if position is None:
@@ -283,7 +314,7 @@ class Ring:
 
     def reserve_row(self) -> int:
         """Return the number of the row that is written next."""
-        if self.part.count >= _ROWS_A_PART:
+        if self.part.count >= ROWS_A_PART:
             self.send()
         return self.part.count
 
@@ -292,6 +323,7 @@ class Ring:
 
         Raises:
             WriterGone: the writer died.
+            DeviceStuck: too many parts wait for a device that does not go on.
         """
         self.acknowledged()
         part, last = self.part, self.part.after
@@ -309,10 +341,67 @@ class Ring:
             plan=facts.get("plan", last.plan),
             data=b"".join((head, memoryview(self.rows)[: part.count * ROW_BYTES], text)),
         )
+        if part.work is not None:
+            part.work.begin()
+            sent = replace(sent, data=bytearray(sent.data), work=part.work)
         self._sent = self._head
         self.part = Part(sent)
-        if not self._transmit():
-            self.replace_writer()
+        self.send_held(most=PARTS_UNDER_WAY)
+
+    def send_held(self, most: int | None = None) -> None:
+        """Send what was held until a device had done its work, if it has.
+
+        Args:
+            most: wait until no more parts than these are held.
+
+        Raises:
+            WriterGone: the writer died.
+            DeviceStuck: the device does not go on.
+        """
+        since, held = time.perf_counter(), self._held
+        while True:
+            if not self._transmit():
+                self.replace_writer()
+            if most is None or self._held <= most:
+                return
+            now = time.perf_counter()
+            if self._held < held:
+                since, held = now, self._held
+            elif now - since > _DEVICE_S:
+                raise DeviceStuck(_STUCK)
+            time.sleep(_POLL_S)
+            self.wait_s += time.perf_counter() - now
+
+    @property
+    def _held(self) -> int:
+        """How many parts were sent and are not in the socket."""
+        return self.part.after.number + 1 - self._under_way[0]
+
+    def send_last(self) -> None:
+        """Send the part that says how it ended, and whatever is held; of a device that has failed, only the end.
+
+        Raises:
+            WriterGone: the writer died.
+        """
+        end = self.facts["end"]
+        try:
+            self.send()
+            self.send_held(most=0)
+        except WriterGone:
+            raise
+        except Exception as error:
+            self._drop_held()
+            failed = {**end, "how": "failed", "detail": f"{type(error).__name__}: {error}"}
+            self.facts["end"] = end if end["how"] == "failed" else failed
+            self.send()
+
+    def _drop_held(self) -> None:
+        """Forget what is held, and the part under way."""
+        self.acknowledged()
+        number, taken = self._under_way
+        while self._messages[-1].number >= number + bool(taken):
+            self._messages.pop()
+        self.part = Part(self._messages[-1])
 
     def acknowledged(self) -> Sent:
         """Forget what the writer has committed; return the last message of it."""
@@ -331,7 +420,10 @@ class Ring:
             number, taken = self._under_way
             if number > self._messages[-1].number:
                 return True
-            message = memoryview(self._messages[number - self._messages[0].number].data)[sum(taken) :]
+            sent = self._messages[number - self._messages[0].number]
+            if not sent.is_ready():
+                return True
+            message = memoryview(sent.data)[sum(taken) :]
             if not message:
                 self._under_way = (number + 1, [])
                 continue

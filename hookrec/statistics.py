@@ -7,7 +7,7 @@ spread about a large mean is not lost, and squares of half-precision values do n
 float64: their extremes are exact up to 2^53, and rounded to it beyond.
 
 There are two ways to the same numbers. For tensors on the CPU the native kernel makes them in one pass
-(`native/capture.c`); `describe` has plain torch operations for every other device and dtype, and for an installation
+(`native/capture.c`); `measure` has plain torch operations for every other device and dtype, and for an installation
 without the kernel.
 """
 
@@ -25,6 +25,10 @@ from torch import Tensor
 
 FIELDS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero", "min", "max", "absmax", "mean", "std", "l2")
 STATISTICS = struct.Struct("<5q6d")
+NOTHING = STATISTICS.pack(0, 0, 0, 0, 0, *[math.nan] * 6)
+"""The statistics of a tensor without elements."""
+_PIECE = 1 << 22
+"""Elements that plain torch operations take at once: in float64 they need several times the memory."""
 
 _NATIVE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "bool"),
@@ -86,43 +90,76 @@ def describe(tensor: Tensor, *, native: bool = True) -> bytes:
             out = ctypes.create_string_buffer(STATISTICS.size)
             capture(values.data_ptr(), None, values.numel(), code, out, 0)
             return out.raw
-        return _describe_by_torch(values)
+        if values.numel() == 0:
+            return NOTHING
+        if values.device.type not in ("cpu", "cuda"):
+            values = values.cpu()  # many others have no float64
+        return struct.pack("<11q", *measure(values).tolist())
 
 
-def _describe_by_torch(values: Tensor) -> bytes:
-    """Compute on the tensor's device in float64; one copy to the host at the end."""
-    numel = values.numel()
-    if numel == 0:
-        return STATISTICS.pack(0, 0, 0, 0, 0, *[math.nan] * 6)
-    if values.device.type == "mps":
-        values = values.cpu()  # it has no float64
+def measure(values: Tensor) -> Tensor:
+    """Compute the statistics of a tensor where it is, by plain torch operations; nothing waits for its device.
+
+    Args:
+        values: a tensor with at least one element.
+
+    Returns:
+        Integers of shape `(11,)` on its device, whose bytes are those that `STATISTICS` packs: a count each, then
+        measures as the bits of a float64.
+    """
     complex_parts = values.is_complex()
-    if complex_parts:
-        parts = torch.view_as_real(values.resolve_conj()).to(torch.float64)
-        nan = parts.isnan().any(-1).flatten()
-        x = torch.hypot(parts[..., 0], parts[..., 1]).flatten()
-    else:
-        wide = values.to(torch.float32) if values.dtype.itemsize == 1 and values.is_floating_point() else values
-        x = wide.to(torch.float64).flatten()
-        nan = x.isnan()
-    posinf, neginf = ~nan & (x == math.inf), ~nan & (x == -math.inf)
-    finite = ~(nan | posinf | neginf)
-    count = finite.sum()
-    low, high = torch.where(finite, x, math.inf).min(), torch.where(finite, x, -math.inf).max()
+    flat = (values.resolve_conj() if complex_parts else values).reshape(-1)
+    pieces = torch.split(flat, _PIECE)
+    extremes = torch.stack([_extremes(_wide(piece)) for piece in pieces])
+    counts = extremes[:, :4].sum(0)
+    n, total = extremes[:, 4], extremes[:, 4].sum()
+    low, high = extremes[:, 5].amin(), extremes[:, 6].amax()
     absmax = torch.maximum(low.abs(), high.abs())
-    # In units of the largest no square overflows.
-    scale = torch.where((absmax > 0) & absmax.isfinite(), absmax, 1.0)
+    # In units of the largest no square overflows; of its power of two, so that nothing is rounded.
+    power = torch.exp2((torch.frexp(absmax).exponent - 1).to(torch.float64))
+    scale = torch.where((absmax > 0) & absmax.isfinite(), power, 1.0)
+    means, spreads, squares = torch.stack([_sums(_wide(piece), low, scale) for piece in pieces]).unbind(1)
+    mean = (n * means).sum() / total
+    # Chan, Golub and LeVeque, "Algorithms for computing the sample variance" (1983).
+    std = ((spreads + n * (means - mean).square()).sum() / total).sqrt()
+    l2 = squares.sum().sqrt()
+    measures = [low, high, absmax, (low / scale + mean) * scale, std * scale, l2 * scale]
+    if complex_parts:
+        nan = torch.full_like(low, math.nan)
+        measures = [nan, nan, absmax, nan, nan, l2 * scale]
+    found = torch.where(total > 0, torch.stack(measures), math.nan)
+    numel = torch.full((1,), values.numel(), dtype=torch.int64, device=values.device)
+    return torch.cat([numel, counts.to(torch.int64), found.view(torch.int64)])
+
+
+def _wide(piece: Tensor) -> Tensor:
+    """Return a piece in float64, of complex elements the absolute value, NaN where a part is NaN."""
+    if piece.is_complex():
+        parts = torch.view_as_real(piece).to(torch.float64)
+        x = torch.hypot(parts[:, 0], parts[:, 1])
+        return torch.where(parts.isnan().any(1), math.nan, x)  # hypot of infinity and NaN is infinity
+    if piece.dtype.itemsize == 1 and piece.is_floating_point():
+        piece = piece.to(torch.float32)
+    return piece.to(torch.float64)
+
+
+def _extremes(x: Tensor) -> Tensor:
+    """Return the numbers of NaN, +inf, -inf, zeros and finite elements, and the extremes of the latter."""
+    finite = x.isfinite()
+    low, high = torch.where(finite, x, math.inf).amin(), torch.where(finite, x, -math.inf).amax()
+    counts = [x.isnan().sum(), (x == math.inf).sum(), (x == -math.inf).sum(), (x == 0).sum(), finite.sum()]
+    return torch.stack([*(count.to(torch.float64) for count in counts), low, high])
+
+
+def _sums(x: Tensor, low: Tensor, scale: Tensor) -> Tensor:
+    """Return of the finite elements the mean above `low`, and the sums of squares about it and about zero.
+
+    All in units of `scale`. From `low` on: so a small spread about a large mean is not lost where pieces are joined.
+    """
+    finite = x.isfinite()
+    count = finite.sum().clamp(min=1)
     scaled = torch.where(finite, x / scale, 0.0)
-    mean = scaled.sum() / count
-    spread = torch.where(finite, scaled - mean, 0.0)
-    std = (spread.square().sum() / count).sqrt()
-    l2 = scaled.square().sum().sqrt()
-    numbers = (nan.sum(), posinf.sum(), neginf.sum(), (x == 0).sum(), count)
-    measures = (low, high, absmax, mean * scale, std * scale, l2 * scale)
-    host = torch.stack([number.to(torch.float64) for number in (*numbers, *measures)]).tolist()
-    counts, found = [int(number) for number in host[:4]], host[5:]
-    if host[4] == 0:
-        found = [math.nan] * 6
-    elif complex_parts:
-        found = [math.nan, math.nan, found[2], math.nan, math.nan, found[5]]
-    return STATISTICS.pack(numel, *counts, *found)
+    above = torch.where(finite, scaled - low / scale, 0.0)
+    mean = above.sum() / count
+    spread = torch.where(finite, above - mean, 0.0).square().sum()
+    return torch.stack([mean, spread, scaled.square().sum()])

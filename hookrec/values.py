@@ -94,6 +94,9 @@ def values_of(tensor: Tensor, path: str, note: Callable[[str], None]) -> Iterabl
             # To read from there would end the process. Wrappers are so, and parameters that FSDP has let go of.
             note("a tensor without memory of its own: it wraps others, or its memory was freed")
             return ()
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        note("captured into a CUDA graph: the hook runs only then, and there are no values yet")
+        return ()
     return ((path, tensor),)
 
 

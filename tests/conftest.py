@@ -12,6 +12,14 @@ from tests.writer_in_process import WriterInProcess
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items):
+    """Skip what needs a GPU where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
+
+
 @pytest.fixture
 def one_thread():
     """One thread, so that sums have one order."""
