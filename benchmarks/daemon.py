@@ -1,8 +1,8 @@
 """What `hookrec daemon` takes of the machine: `python -m benchmarks.daemon [--seconds 60] [--traces 50] [--steps 20]`.
 
 Traces are written by a process of their own, without a training, each committing so many steps a second with ten
-records a step. Measured from outside, of the daemon alone: its share of one core, and its memory at the beginning and
-at the end. Every few seconds a trace commits a NaN, and the time from there to the alert is measured as well.
+records a step. Measured from outside, of the daemon alone: its share of one core, by its own processor time, and its
+memory each minute. Every few seconds a trace commits a NaN; the time from there to the alert is measured as well.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import json
 import multiprocessing
 import os
 import platform
-import random
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from tests.live_traces import WrittenTrace
 
 RECORDS = 10
 SETTLE_S = 3.0
+MINUTE_S = 60.0
 
 
 def write(
@@ -35,10 +35,10 @@ def write(
     step, bad = 0, 0
     while time.monotonic() < end:
         begin = time.monotonic()
-        nan = random.randrange(traces) if step % int(3 * steps_a_second) == 0 else -1
+        nan = bad % traces if step % int(3 * steps_a_second) == 0 else -1
         for number, trace in enumerate(writing):
-            if number == nan and bad < RECORDS:
-                trace.commit(step, n_nan={layers[bad]: 1})
+            if number == nan and bad < traces * RECORDS:  # a layer of a trace is an alert once
+                trace.commit(step, n_nan={layers[bad // traces]: 1})
                 committed.put(time.time())
                 bad += 1
             else:
@@ -73,8 +73,11 @@ def main() -> None:
             time.sleep(SETTLE_S)
             cpu_s, before = usage(daemon.pid)
             began = time.monotonic()
-            time.sleep(chosen.seconds)
-            after_s, after = usage(daemon.pid)
+            memory = [before]
+            while (left := began + chosen.seconds - time.monotonic()) > 0:
+                time.sleep(min(MINUTE_S, left))
+                memory.append(usage(daemon.pid)[1])
+            after_s, _ = usage(daemon.pid)
             share = (after_s - cpu_s) / (time.monotonic() - began)
             commits = list(iter(committed.get, None))
             steps = committed.get() or 0
@@ -88,7 +91,9 @@ def main() -> None:
     print(
         f"{chosen.traces} traces, {steps / seconds:.1f} steps a second, {RECORDS} records a step, {chosen.seconds:g} s"
     )
-    print(f"daemon: {share:.1%} of a core, {before / 2**20:.0f} MiB at first, {after / 2**20:.0f} MiB at last")
+    a_step = (after_s - cpu_s) / (steps * chosen.traces * chosen.seconds / seconds)
+    print(f"daemon: {share:.1%} of a core, {a_step * 1e6:.0f} us a step of a trace")
+    print(f"memory, minute by minute: {', '.join(f'{each / 2**20:.0f}' for each in memory)} MiB")
     print(f"alerts: {len(delays)}, {statistics.median(delays):.2f} s after the commit, at most {max(delays):.2f} s")
 
 

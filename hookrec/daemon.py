@@ -33,6 +33,8 @@ _WALK_SHARE = 20.0  # the folders are walked through in at most this share of th
 _ROUND_S = 0.5  # what traces that are not live may take of a round
 _SAVE_S = 10.0
 _QUOTA_S = 60.0
+_REST_SHARE = 10.0  # the rest after a round, as a multiple of the processor time that it took
+_MOST_REST_S = 0.8  # and at most, since an alert is to arrive within two seconds
 _TRIES = 3
 _TRY_S = 0.05
 
@@ -219,13 +221,15 @@ class Daemon:
 def watch(daemon: Daemon, events: Events, poll_s: float, stopped: Callable[[], bool]) -> None:
     """Do rounds until `stopped` says so, then save."""
     while not stopped():
-        began = time.monotonic()
+        began, began_cpu = time.monotonic(), time.thread_time()
         wait_s = daemon.look(began)
         daemon.pulse.beat(began)
         # Where one looks every second anyway, an event about each commit costs more than it brings.
         if events.watch(daemon.folders(logs=poll_s > 1)):
             wait_s = 0.0
         took_s = time.monotonic() - began
-        # However much there is to do, half of the time is other people's.
-        events.wait(max(took_s, min(poll_s - took_s, wait_s)))
+        # A round looks into every trace, whatever it is that woke us: so there is a rest after each. It is counted in
+        # the processor's time, which does not grow where others keep it busy.
+        rest_s = min(_MOST_REST_S, _REST_SHARE * (time.thread_time() - began_cpu))
+        events.wait(min(poll_s - took_s, wait_s), rest_s)
     daemon.save()

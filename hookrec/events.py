@@ -80,11 +80,12 @@ class Events:
                 self._journal.complain("events", f"Some folders are looked at now and then, without events: {error}")
         return more
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for an event, or until the time is up."""
+    def wait(self, timeout_s: float, rest_s: float = 0.0) -> None:
+        """Wait for an event, or until the time is up; `rest_s` at least, whatever happens."""
+        began = time.monotonic()
         with contextlib.suppress(queue.Empty):
-            self._take(self._changed.get(timeout=max(0.0, timeout_s)))
-            time.sleep(_TOGETHER_S)
+            self._take(self._changed.get(timeout=max(0.0, timeout_s, rest_s)))
+            time.sleep(max(_TOGETHER_S, rest_s - (time.monotonic() - began)))
             while True:
                 self._take(self._changed.get_nowait())
 

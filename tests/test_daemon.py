@@ -256,6 +256,28 @@ def test_steps_that_come_while_rules_rest_are_judged_later(tmp_path):
     assert bench.daemon._watched[tmp_path / "a"].done
 
 
+def test_the_rules_over_all_traces_share_a_tenth_of_a_processor(tmp_path):
+    asked = Counter()
+
+    def check(trace, since):
+        asked[trace.path.name] += 1
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+        return []
+
+    traces = [WrittenTrace(tmp_path / name) for name in "abcd"]
+    bench = Bench(tmp_path, check=check)
+    for step in range(16):
+        for trace in traces:
+            trace.commit(step)
+        bench.look(0.5)
+
+    # 4 traces of 0.05 s are judged once in 2 s.
+    assert set(asked) == set("abcd")
+    assert set(asked.values()) <= {3, 4}
+
+
 def test_a_rule_that_fails_is_said_once_and_asked_again(tmp_path):
     failures = [ValueError("oh"), ValueError("oh")]
 
@@ -572,7 +594,7 @@ def test_a_folder_that_is_watched_from_now_on_is_looked_at_once_more(tmp_path):
         def watch(self, folders):
             return self.new[len(self.waited)]
 
-        def wait(self, timeout_s):
+        def wait(self, timeout_s, rest_s=0.0):
             self.waited.append(timeout_s)
             time.sleep(min(timeout_s, 0.05))
 
@@ -581,6 +603,51 @@ def test_a_folder_that_is_watched_from_now_on_is_looked_at_once_more(tmp_path):
 
     assert events.waited[0] < 1
     assert events.waited[2] > 3000
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 0.02, 0.3])
+def test_there_is_a_rest_after_each_round_and_alerts_are_still_in_time(tmp_path, busy_s):
+    class Waits:
+        def __init__(self):
+            self.rests = []
+
+        def watch(self, folders):
+            return False
+
+        def wait(self, timeout_s, rest_s=0.0):
+            self.rests.append(rest_s)
+
+    class Busy:
+        pulse = Bench(tmp_path).daemon.pulse
+
+        def look(self, now):
+            end = time.thread_time() + busy_s
+            while time.thread_time() < end:
+                pass
+            return 0.0
+
+        def folders(self, *, logs):
+            return []
+
+        def save(self):
+            pass
+
+    events = Waits()
+    watch(Busy(), events, 1.0, lambda: len(events.rests) == 2)
+
+    assert all(min(0.8, 10 * busy_s) <= rest <= 0.8 for rest in events.rests)
+
+
+def test_an_event_does_not_end_the_rest(tmp_path):
+    events = Events(Journal(io.StringIO()))
+    events.wake()
+
+    began = time.monotonic()
+    events.wait(60.0, 0.5)
+    seconds = time.monotonic() - began
+    events.close()
+
+    assert 0.5 <= seconds < 30
 
 
 # From here on with real processes.
@@ -774,7 +841,7 @@ def test_without_a_single_event_an_alert_takes_a_poll(tmp_path, where):
         def watch(self, folders):
             return False
 
-        def wait(self, timeout_s):
+        def wait(self, timeout_s, rest_s=0.0):
             time.sleep(timeout_s)
 
     def happen():
