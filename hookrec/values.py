@@ -6,6 +6,7 @@ a quantized one as its integers. Each of these says so in a note, and what has n
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -33,17 +34,37 @@ _PARTS = {
 
 def flatten_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a call's arguments: by position, or by keyword."""
-    for position, value in enumerate(args):
-        yield from flatten(value, str(position))
-    for name, value in kwargs.items():
-        yield from flatten(value, name)
+    yield from _distinct(
+        found
+        for name, value in itertools.chain(enumerate(args), kwargs.items())
+        for found in _flatten(value, str(name), 0)
+    )
 
 
-def flatten(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+def flatten(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of nested dicts, sequences and dataclasses with their paths, such as "1.0" or "logits".
 
     Other objects are left alone: to look inside could consume an iterator or never end.
     """
+    if isinstance(value, Tensor):
+        yield "", value
+        return
+    yield from _distinct(_flatten(value, "", 0))
+
+
+def _distinct(found: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors with paths that no other has: keys such as 0 and "0" are two, and a key may have a dot in it."""
+    taken: set[str] = set()
+    for wanted, tensor in found:
+        path, variant = wanted, 1
+        while path in taken:
+            variant += 1
+            path = f"{wanted}~{variant}"
+        taken.add(path)
+        yield path, tensor
+
+
+def _flatten(value: Any, path: str, depth: int) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
         return
@@ -59,7 +80,7 @@ def flatten(value: Any, path: str = "", depth: int = 0) -> Iterator[tuple[str, T
     else:
         return
     for key, item in items:
-        yield from flatten(item, f"{path}.{key}" if path else str(key), depth + 1)
+        yield from _flatten(item, f"{path}.{key}" if path else str(key), depth + 1)
 
 
 def values_of(tensor: Tensor, path: str, note: Callable[[str], None]) -> Iterable[tuple[str, Tensor]]:

@@ -183,3 +183,21 @@ def test_what_has_no_values_is_named(tmp_path, tensor, reason):
 
     assert trace.count == 0
     assert reason in trace.notes[0]["note"]
+
+
+class Mixed(nn.Module):
+    def forward(self, x: Tensor, **more: Tensor) -> dict[object, object]:
+        return {0: x, "0": 2 * x, "a.b": 3 * x, "a": {"b": 4 * x, "b~2": 5 * x}}
+
+
+def test_tensors_whose_keys_are_the_same_in_words_are_told_apart(tmp_path):
+    model = nn.Sequential(Mixed())
+    with hookrec.attach(model, tmp_path / "a", kinds=("output", "input"), clock="manual", ring="1MiB", keep_free=0):
+        model[0](torch.ones(2), **{"0": torch.zeros(2)})
+
+    trace = replay.open(tmp_path / "a")
+
+    expected = {"0": 1, "0~2": 2, "a.b": 3, "a.b~2": 4, "a.b~2~2": 5}
+    assert {path: trace.tensor(0, "0", path=path)[0] for path in expected} == expected
+    assert [trace.tensor(0, "0", "input", path=path)[0] for path in ("0", "0~2")] == [1, 0]
+    assert trace.count == 7
