@@ -8,6 +8,7 @@ import functools
 from typing import Any
 
 from replay.errors import TraceDamaged
+from replay.files import memory
 
 MOST_BYTES = 0x7E000000
 """Of a record that is compressed; larger ones are stored as they are. It is the least of the codecs' own limits."""
@@ -26,14 +27,14 @@ def compress(codec: str, data: memoryview, itemsize: int) -> memoryview:
     return memoryview(_coder(codec, itemsize).encode(data))
 
 
-def decompress(codec: str, data: bytearray, nbytes: int) -> bytearray:
+def decompress(codec: str, data: memoryview, nbytes: int) -> memoryview:
     """Return the bytes that were compressed.
 
     Raises:
         TraceDamaged: they are not what was compressed.
     """
     try:
-        out = bytearray(nbytes)
+        out = memory(nbytes)
         if not nbytes:
             return out
         _coder(codec, 1).decode(data, out)

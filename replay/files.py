@@ -14,6 +14,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+import google_crc32c
+import numpy as np
+
 from replay.errors import TraceDamaged
 
 PAGE = 4096
@@ -28,6 +31,16 @@ _OPEN_FILES = 400
 def stride_of(nbytes: int) -> int:
     """Return the bytes that a record takes in a file where it is not compressed: whole pages, if it goes directly."""
     return nbytes if nbytes < DIRECT_BYTES else -(-nbytes // PAGE) * PAGE
+
+
+def memory(nbytes: int) -> memoryview:
+    """Return memory that can be written to, and holds anything: to fill it with zeros takes as long as to read."""
+    return np.empty(nbytes, np.uint8).data
+
+
+def checksum(data: memoryview) -> int:
+    """Return the CRC-32C of bytes, none of which are copied: the extension takes no memory that can be written to."""
+    return int(google_crc32c.value(np.frombuffer(data.toreadonly(), np.uint8)))
 
 
 class Files:
@@ -86,14 +99,14 @@ class Files:
             os.fdatasync(self._fd(path, direct=(path, True) in self._fds))
         return written
 
-    def read(self, path: Path, offset: int, nbytes: int) -> bytearray:
+    def read(self, path: Path, offset: int, nbytes: int) -> memoryview:
         """Return committed bytes from an offset on.
 
         Raises:
             TraceDamaged: they are not all there.
         """
         self.check(path, offset, nbytes)
-        data = bytearray(nbytes)
+        data = memory(nbytes)
         self.fill(path, data, offset)
         return data
 
@@ -110,21 +123,21 @@ class Files:
         if offset < 0 or nbytes < 0 or there - offset < nbytes:
             raise _too_short(path, offset, nbytes, max(0, there - offset))
 
-    def fill(self, path: Path, data: bytearray | memoryview, offset: int) -> None:
+    def fill(self, path: Path, data: memoryview, offset: int) -> None:
         """Read committed bytes from an offset on into memory that is there.
 
         Raises:
             TraceDamaged: they are not all there.
         """
-        into, got = memoryview(data), 0
+        got = 0
         try:
             fd = self._fd(path, direct=False)
-            while got < len(into) and (n := os.preadv(fd, [into[got:]], offset + got)):
+            while got < len(data) and (n := os.preadv(fd, [data[got:]], offset + got)):
                 got += n
         except OSError as error:
             raise _unreadable(path, error) from error
-        if got != len(into):
-            raise _too_short(path, offset, len(into), got)
+        if got != len(data):
+            raise _too_short(path, offset, len(data), got)
 
     def drop(self, path: Path) -> None:
         """Close a file that will not be needed soon."""

@@ -77,7 +77,7 @@ class Appender:
         return placed
 
 
-def read(files: Files, rank_directory: Path, stream: Stream, offset: int, nbytes: int) -> bytearray:
+def read(files: Files, rank_directory: Path, stream: Stream, offset: int, nbytes: int) -> memoryview:
     """Return the bytes of a tensor.
 
     Raises:

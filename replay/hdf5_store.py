@@ -27,7 +27,7 @@ import numpy as np
 
 from replay import hdf5_chunks
 from replay.errors import TraceDamaged
-from replay.files import PAGE, VECTOR, Files, sync
+from replay.files import PAGE, VECTOR, Files, memory, sync
 from replay.format import Placed, Rows, Stream, parsed, whole_lines
 from replay.hdf5_types import dataset_name, hdf5_type, new_links, set_attributes, shape_of, wrong_attribute
 
@@ -194,7 +194,7 @@ class Hdf5Reader:
         self._files = Files(os.O_RDONLY)
         self._parts: dict[int, list[_Part]] = {}
 
-    def read(self, stream: Stream, row: int, offset: int, nbytes: int) -> bytearray:
+    def read(self, stream: Stream, row: int, offset: int, nbytes: int) -> memoryview:
         """Return the bytes of a tensor.
 
         Args:
@@ -207,7 +207,7 @@ class Hdf5Reader:
             TraceDamaged: the file is missing or too short.
         """
         if not stream.nbytes:
-            return bytearray()
+            return memory(0)
         if stream.codec is not None:
             return hdf5_chunks.read(self._files, self._directory, stream, offset, nbytes)
         return self._files.read(self._segment(stream, row), offset, nbytes)

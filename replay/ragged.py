@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
-from replay.files import PAGE, VECTOR, Files, stride_of
+from replay.files import PAGE, VECTOR, Files, memory, stride_of
 from replay.format import Rows, Stream, as_attribute, numpy_dtype
 from replay.zarr_metadata import (
     GROUP,
@@ -66,7 +66,7 @@ class Shards:
             return []
         return [(number, self.path(number)) for number in numbers]
 
-    def read(self, files: Files, offset: int, nbytes: int) -> bytearray:
+    def read(self, files: Files, offset: int, nbytes: int) -> memoryview:
         """Return bytes of the array.
 
         Raises:
@@ -80,9 +80,9 @@ class Shards:
             files.check(self.path(number), begin, count)
             pieces.append((self.path(number), done, done + count, begin))
             done += count
-        data = bytearray(nbytes)
+        data = memory(nbytes)
         for path, first, last, begin in pieces:
-            files.fill(path, memoryview(data)[first:last], begin)
+            files.fill(path, data[first:last], begin)
         return data
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 from replay.documents import read_end
 from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, TraceDamaged
+from replay.files import checksum
 from replay.filters import Globs, Steps, matches, steps_condition
 from replay.format import KEPT, RECORD_SCHEMA, STATISTICS, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
@@ -150,7 +150,7 @@ class Rank:
                 f"Step {step} of {trace} has statistics of {stream.kind} of layer {stream.layer!r}, and no tensor: "
                 f"{why}. The statistics are in `replay stats`, in Python in records()."
             )
-        if len(data) != stream.nbytes or (data and google_crc32c.value(bytes(data)) != places.crc32c[at]):
+        if len(data) != stream.nbytes or (data and checksum(data) != places.crc32c[at]):
             raise TraceDamaged(
                 f"The {stream.kind} of layer {stream.layer!r} at step {step} of {trace} is damaged: "
                 "its checksum differs."

@@ -45,7 +45,7 @@ class StoreWriter(Protocol):
 class StoreReader(Protocol):
     """Gives records back."""
 
-    def read(self, stream: Stream, row: int, offset: int, nbytes: int) -> bytearray:
+    def read(self, stream: Stream, row: int, offset: int, nbytes: int) -> memoryview:
         """Return the bytes of a tensor; raise TraceDamaged if they are not there."""
         ...
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import numpy as np
 
 from replay.attempts import Attempts, read_attempts
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.dropping import Dropped, read_dropped
 from replay.errors import TraceDamaged
+from replay.files import checksum
 from replay.format import (
     ALERTS_FILE,
     ATTEMPTS_FILE,
@@ -248,7 +248,7 @@ class _Rank:
             data = store.read(stream, row, record["offset"], record["nbytes"])
         except TraceDamaged as error:
             return str(error)
-        if len(data) != stream.nbytes or (len(data) and google_crc32c.value(bytes(data)) != record["crc32c"]):
+        if len(data) != stream.nbytes or (len(data) and checksum(data) != record["crc32c"]):
             return "Its bytes are not those that were committed: the checksum differs."
         return None
 

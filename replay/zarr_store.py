@@ -16,7 +16,7 @@ import numpy as np
 
 from replay.codecs import compress, decompress, zarr_codec
 from replay.errors import TraceDamaged
-from replay.files import PAGE, VECTOR, Files, stride_of, sync
+from replay.files import PAGE, VECTOR, Files, memory, stride_of, sync
 from replay.format import RAGGED, Placed, Rows, Stream, as_attribute, numpy_dtype
 from replay.ragged import Appender, Member, Shards, place_faults, seal_place
 from replay.zarr_metadata import (
@@ -166,7 +166,7 @@ class ZarrReader:
         self._layouts: dict[Stream, _Appending] = {}
         self._shared: dict[str, Shards] = {}
 
-    def read(self, stream: Stream, row: int, offset: int, nbytes: int) -> bytearray:
+    def read(self, stream: Stream, row: int, offset: int, nbytes: int) -> memoryview:
         """Return the bytes of a tensor.
 
         Args:
@@ -186,7 +186,7 @@ class ZarrReader:
         layout = self._layouts.get(stream)
         if layout is None:
             layout = self._layouts[stream] = _Appending(stream, 0, self._root / _location(stream) / "data")
-        data = bytearray()
+        data = memory(0)
         if nbytes:
             data = self._files.read(layout.shard_path(row // layout.shard_rows), offset, nbytes)
         return data if stream.codec is None else decompress(stream.codec, data, layout.nbytes)

@@ -77,7 +77,7 @@ class Written:
         line = {"step": 3, "time": 1.0, "by": "call", "why": "x", "detail": None, "first_step": 1}
         (self.rank / "triggers.jsonl").write_text((json.dumps(line) + "\n") * 2)
         alerts = AlertFile(path)
-        found = [as_alert(ended(rank, {"how": "died"}), "0" * 32, TIME) for rank in range(3)]
+        found = [as_alert(ended(rank, {"how": "died"}, 0), "0" * 32, TIME) for rank in range(3)]
         alerts.append(found)
         alerts.mark_sent(found[0].id, "webhook", TIME)
         if target.file.endswith("dropped.json"):
