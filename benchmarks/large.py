@@ -192,6 +192,7 @@ def run(arguments: list[str], seconds: float) -> Ran:
     first_s = None
     ended = ""
     last = b""
+    peak_mb = 0.0
     with (
         subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
         selectors.DefaultSelector() as selector,
@@ -203,7 +204,9 @@ def run(arguments: list[str], seconds: float) -> Ran:
             if left <= 0 and not ended:
                 process.send_signal(signal.SIGKILL)
                 ended = "stopped"
-            for key, _ in selector.select(max(left, 1)):
+            # The system's own count begins with the memory of the process that has started this one.
+            peak_mb = max(peak_mb, _peak_mb(process.pid))
+            for key, _ in selector.select(min(max(left, 0), 0.05)):
                 data = os.read(key.fd, 1 << 20)
                 if not data:
                     selector.unregister(key.fileobj)
@@ -211,14 +214,24 @@ def run(arguments: list[str], seconds: float) -> Ran:
                     first_s = time.monotonic() - begin
                 if key.fileobj is process.stderr:
                     last = (last + data)[-400:]
-        _, status, usage = os.wait4(process.pid, 0)
+        _, status = os.waitpid(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     s = time.monotonic() - begin
     if not ended:
         ended = f"{process.returncode}"
         if process.returncode > 1:
             ended += " " + last.decode(errors="replace").strip().replace("\n", " ")
-    return Ran(s if first_s is None else first_s, s, usage.ru_maxrss * 1024 / 1e6, ended)
+    return Ran(s if first_s is None else first_s, s, peak_mb, ended)
+
+
+def _peak_mb(pid: int) -> float:
+    """Return the most memory that a process has had; 0 of one that has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0.0
+    lines = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return max((int(line.split()[1]) * 1024 / 1e6 for line in lines), default=0.0)
 
 
 def layer_and_dd(trace: Path) -> Iterator[tuple[float, float]]:

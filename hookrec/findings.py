@@ -170,7 +170,7 @@ def _firsts(rows: pa.Table, condition: str) -> Iterator[Noticed]:
         )
 
 
-def ended(rank: int, end: Mapping[str, Any], attempt: int) -> Noticed | None:
+def ended(rank: int, end: Mapping[str, Any], attempt: int = 0) -> Noticed | None:
     """Return what is to be said of how an attempt of a rank ended, as `end.json` has it; None if it was detached.
 
     A training that is resumed may end more than once; the attempt stands where a record has its kind.

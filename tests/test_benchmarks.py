@@ -74,7 +74,7 @@ def test_the_large_trace_is_one_that_was_recorded_whole(tmp_path, monkeypatch):
 def test_a_command_that_says_nothing_for_long_or_needs_much_is_seen():
     quick = large.run([sys.executable, "-c", "print('here')"], 60)
     silent = large.run([sys.executable, "-c", "import time; time.sleep(60)"], 0.1)
-    wide = large.run([sys.executable, "-c", "b'x' * 300_000_000"], 60)
+    wide = large.run([sys.executable, "-c", "import time; x = b'x' * 300_000_000; time.sleep(0.5)"], 60)
 
     assert (quick.ended, quick.missed) == ("0", "")
     assert silent.ended == "stopped"
