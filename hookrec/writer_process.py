@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hookrec.available import available_bytes
 from hookrec.errors import AttachError, warn
 from hookrec.ring import Ring, WriterGone
 
@@ -43,6 +44,12 @@ class WriterProcess:
         self._config = config
         self._restarts = restarts
         self._pid = os.getpid()
+        available = available_bytes()
+        if available is not None and ring_bytes > available:
+            raise AttachError(
+                f"A ring of {ring_bytes:,} bytes of shared memory cannot be made: {available:,} bytes of memory are "
+                "available, and who takes more is killed. Choose a smaller one, such as ring='64MB'."
+            )
         with contextlib.ExitStack() as undo:
             try:
                 # The process writes its last words there, also where no folder for temporary files is left.
