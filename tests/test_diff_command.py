@@ -3,10 +3,10 @@
 import json
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -188,6 +188,12 @@ def command(*arguments):
     return [sys.executable, "-m", "replay.cli", "diff", *map(str, arguments)]
 
 
+def processor_seconds() -> float:
+    """Seconds of a core that commands have taken, which others on the machine do not lengthen."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
 def test_four_hundred_tensors_are_compared_within_a_second(tmp_path):
     generator = np.random.default_rng(0)
     values = generator.standard_normal((400, 4000)).astype(np.float32)
@@ -197,9 +203,9 @@ def test_four_hundred_tensors_are_compared_within_a_second(tmp_path):
 
     seconds = []
     for _ in range(4):
-        begin = time.perf_counter()
+        begin = processor_seconds()
         assert subprocess.run(command(*paths), capture_output=True, check=False).returncode == 0
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(processor_seconds() - begin)
 
     assert min(seconds) < 1
 
