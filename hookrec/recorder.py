@@ -11,17 +11,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hookrec.choices import Choices, model_facts
 from hookrec.clock import check as check_clock
-from hookrec.control import heard, unheard, working_directory
+from hookrec.control import heard, unheard
 from hookrec.errors import AttachError, DetachedError
 from hookrec.layers import Layer, choose, layers_of
 from hookrec.ops import check as check_ops
 from hookrec.parameters import KINDS as PARAMETER_KINDS
+from hookrec.place import absolute, identity, make_directories, rank_of_process
 from hookrec.plan import Plan, plan_of
 from hookrec.recording import Recording, is_recorded
 from hookrec.signals import Signals
@@ -166,7 +166,7 @@ def attach(
         transform=transform,
     )
     functions = functions_of(transform or {})
-    return Recorder(_as_models(model), _absolute(path), plan, clock, _as_resume(resume), functions)
+    return Recorder(_as_models(model), absolute(path), plan, clock, _as_resume(resume), functions)
 
 
 class Recorder:
@@ -196,9 +196,9 @@ class Recorder:
         chosen = self._choose(layers, plan)
         self.path = path
         with contextlib.ExitStack() as stack:
-            rank, ranks = _rank()
+            rank, ranks = rank_of_process()
             try:
-                rank_directory = _make_directories(path, rank, ranks, stack, resume=resume is not False)
+                rank_directory = make_directories(path, rank, ranks, stack, resume=resume is not False)
             except OSError as error:
                 raise AttachError(
                     f"{path} cannot be made: {error.strerror}. Choose a directory where you may write."
@@ -210,7 +210,7 @@ class Recorder:
                 "pid": os.getpid(),
                 "plan": plan.as_json(),
                 "model": model_facts(layers, chosen, Choices.of_plan(plan, layers)),
-                "trace": {**_identity(), "ranks": ranks} if rank == 0 else None,
+                "trace": {**identity(), "ranks": ranks} if rank == 0 else None,
                 "attempt": None if resume is False else attempt,
             }
             writer = WriterProcess(config, plan.ring_bytes, plan.restart)
@@ -414,17 +414,6 @@ def _as_models(model: nn.Module | Mapping[str, nn.Module]) -> Mapping[str, nn.Mo
     )
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
-    if "\0" in os.fsdecode(path):
-        raise AttachError(f"{os.fsdecode(path)!r} has a null byte in it, which no path has. Choose another.")
-    try:
-        return Path(os.path.abspath(path))
-    except OSError:
-        raise AttachError(
-            f"{path} is relative, and the working directory of this process is gone. Give an absolute path."
-        ) from None
-
-
 def _as_resume(resume: object) -> bool | int:
     """Return the argument as a boolean or a step.
 
@@ -440,66 +429,3 @@ def _as_resume(resume: object) -> bool | int:
     if not 0 <= step < _MOST_STEPS:
         raise AttachError(f"resume is {resume!r}; it takes the step that comes next, from 0, or True, or False.")
     return step
-
-
-def _make_directories(path: Path, rank: int, ranks: int, undo: contextlib.ExitStack, *, resume: bool) -> Path:
-    """Make the directories of the trace and of this process's rank, as far as they are not there.
-
-    Raises:
-        AttachError: something is there already.
-        OSError: they cannot be made.
-    """
-    if path.exists() and not path.is_dir():
-        raise AttachError(f"{path} is a file. A trace is a directory: choose another path.")
-    rank_directory = path / f"rank-{rank:05}"
-    there = rank_directory.exists() or (path / "trace.json").exists()
-    if resume and there:
-        with contextlib.suppress(OSError):  # whatever is wrong with it is found by the writer, which has words for it
-            rank_directory.mkdir()
-        return rank_directory
-    if rank_directory.exists() or (ranks == 1 and (path / "trace.json").exists()):
-        raise AttachError(
-            f"{path} holds a trace already, and it is not overwritten. "
-            "Choose another path, or remove that directory first; resume=True goes on in it."
-        )
-    if ranks == 1 and path.exists() and any(path.iterdir()):
-        raise AttachError(f"{path} is not empty and is no trace. Choose a new directory, such as {path / 'trace'}.")
-    if not path.exists():
-        path.mkdir(parents=True, exist_ok=True)
-        undo.callback(_remove_empty, path)
-    rank_directory.mkdir()
-    undo.callback(_remove_empty, rank_directory)
-    return rank_directory
-
-
-def _remove_empty(path: Path) -> None:
-    with contextlib.suppress(OSError):  # to look into it may take a file more than there are
-        for leftover in path.iterdir():
-            if leftover.is_file() and leftover.stat().st_size == 0:
-                leftover.unlink()
-    with contextlib.suppress(OSError):
-        path.rmdir()
-
-
-def _rank() -> tuple[int, int]:
-    """This process's rank and the number of ranks, as torch.distributed or its launcher has them."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        try:
-            return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        except ValueError:
-            raise AttachError(
-                f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} in the environment are no "
-                "numbers. Unset them, or start by torchrun, which sets both."
-            ) from None
-    return 0, 1
-
-
-def _identity() -> dict[str, Any]:
-    return {
-        "command": sys.orig_argv,
-        "cwd": working_directory(),
-        "packages": {"torch": torch.__version__},
-        "seed": torch.initial_seed(),
-    }
