@@ -25,15 +25,14 @@ from hookrec.capture import Capture
 from hookrec.choices import Choices, model_facts
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
-from hookrec.flight import ring_for, steps_that_fit
 from hookrec.guard import Guard
 from hookrec.hooks import Hooks
 from hookrec.layers import Layer, choose, layers_of, parameter_ids
-from hookrec.nothing import likely_cause
 from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.parameters import Parameters
 from hookrec.plan import Plan
-from hookrec.ring import LIMIT, WriterGone
+from hookrec.remarks import Remarks
+from hookrec.ring import WriterGone
 from hookrec.transforms import Function, Transforms
 from hookrec.writer_process import WriterProcess
 
@@ -87,7 +86,7 @@ class Recording:
         self._logged: set[str] = set()  # what the step that ended last has
         self._between = False  # whether a step has ended and no forward pass has begun since
         self._paused = False
-        self._told_to_stop = self._told_of_nothing = self._told_of_room = False
+        self._remarks = Remarks(self.note)
         self._signals: list[str] = []
         self._since = self._began = time.perf_counter()
         self._books = {"recorded_steps": 0, "hook_s": 0.0, "capture_s": 0.0, "wait_s": 0.0, "step_s": 0.0}
@@ -353,9 +352,7 @@ class Recording:
         """Warn of rules that are about no layer."""
         if self._choices is not None:
             every_module = bool(self._plan.ops) or not set(self._plan.kinds).isdisjoint(PARAMETER_KINDS)
-            for sentence in self._choices.unmatched(layers if every_module else chosen):
-                self.note(None, sentence)
-                warn(f"{sentence}.")
+            self._remarks.unmatched(self._choices.unmatched(layers if every_module else chosen))
 
     def pause(self) -> None:
         """Take the hooks off the modules until `resume`; parameters are still watched, since they have no calls."""
@@ -392,28 +389,20 @@ class Recording:
         self._between = True
 
     def _look_for_records(self) -> None:
-        """Warn once of a step that should have records and has none."""
-        if self._capture.records or self._told_of_nothing or not self._hooks.installed:
+        """See that a step that should have records has some."""
+        if self._capture.records or not self._hooks.installed:
             return
-        if self._choices is not None and not (self._hooks.any_on or self._parameters.any_due):
-            return
-        self._told_of_nothing = True
-        called = any(self._clock.forwards)
-        cause = likely_cause(
-            called=called,
-            kinds=self._plan.kinds,
-            notes=sorted((layer, note) for layer, note in self._noted if layer is not None),
-        )
-        self._ring.facts.setdefault("notes", []).append(
-            {"step": self.step_number, "layer": None, "note": f"the step has no record: {cause}"}
-        )
-        warn(f"step {self.step_number} has no record: {cause} Later steps are not warned of.")
+        if self._choices is None or self._hooks.any_on or self._parameters.any_due:
+            notes = sorted((layer, note) for layer, note in self._noted if layer is not None)
+            called = any(self._clock.forwards)
+            self._remarks.no_record(self.step_number, called=called, kinds=self._plan.kinds, notes=notes)
 
     def _send_step(self) -> None:
         while self._signals:
             self.trigger("signal", self._signals.pop(0))
         if self._plan.flight is not None:
-            self._look_at_room(self._plan.flight)
+            step_bytes, self._ring.step_bytes = self._ring.step_bytes, 0
+            self._remarks.room(self.step_number, self._plan.flight, self._ring.size, step_bytes)
         scalars = self._scalars
         if self._capture.records:
             now = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
@@ -435,36 +424,12 @@ class Recording:
         self._capture.records = 0
         self._ring.send()
 
-    def _look_at_room(self, wanted: int) -> None:
-        """Warn once if the ring is too small for the steps of flight mode."""
-        step_bytes, self._ring.step_bytes = self._ring.step_bytes, 0
-        fits = steps_that_fit(self._ring.size, step_bytes)
-        if fits < wanted and not self._told_of_room:
-            self._told_of_room = True
-            room = f"has room for {fits} before that of a trigger" if fits >= 0 else "cannot hold that of a trigger"
-            why = (
-                f"of the steps that flight={wanted} asks for, a ring of {self._ring.size / 1e6:,.0f} MB {room}: step "
-                f"{self.step_number} has {step_bytes / 1e6:,.1f} MB. "
-                f"ring='{-(-ring_for(wanted, step_bytes) // 10**6)}MB' holds all of them"
-            )
-            self.note("", why)
-            warn(f"{why}.")
-
     def _look_at_writer(self) -> None:
-        """Send what waited for a device, and warn once of what the writer has to say."""
+        """Send what waited for a device, and hear what the writer has to say."""
         self._ring.send_held()
-        control = self._ring.control
-        if control.failed:
+        if self._ring.control.failed:
             raise WriterGone
-        if control.stop_tensors and not self._told_to_stop:
-            self._told_to_stop = True
-            why = (
-                "the limit on the disk was reached" if control.stop_tensors == LIMIT else "tensors could not be written"
-            )
-            warn(f"from step {self.step_number} on only statistics are recorded: {why}. See `replay info`.")
-        elif self._told_to_stop and not control.stop_tensors:
-            self._told_to_stop = False
-            warn(f"from step {self.step_number + 1} on tensors are recorded again: there is room on the disk.")
+        self._remarks.stopped(self.step_number, self._ring.control.stop_tensors)
 
     # The end.
 
