@@ -4,7 +4,9 @@ Partners have the same step, layer, kind, call and path, where layers may be ren
 against each other. A record that has none by its path is paired by the rest of the key, if it is the only one so in
 both: one model returns a tensor, the other a tuple of one.
 
-Records are read in windows of steps, so that memory does not follow the length of the traces.
+Records are read in windows of steps, so that memory does not follow the length of the traces. A window of them is made
+Python's objects, which take ten times the memory of the table; of the table, several windows are read at once, since
+the log has them in groups, which are read whole.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute
 
 from replay.errors import BadQuery
 from replay.filters import Globs, Names, Steps, check_globs, globs_of, matches, steps_condition
@@ -22,7 +25,9 @@ Record = dict[str, Any]
 """A row of `Trace.records`."""
 
 _WINDOW = 1 << 13
-"""Records of a trace in memory at a time, or those of one step, if they are more."""
+"""Records of a trace that are objects at a time, or those of one step, if they are more."""
+_WINDOWS = 16
+"""So many windows are read at once."""
 _KEY = ("layer", "kind", "call", "path")
 
 
@@ -95,16 +100,24 @@ class Alignment:
         """Yield step, rank of A and the pairs in the order of A's execution; steps rise, and ranks within them."""
         each = max(1, _WINDOW * len(self.a.steps) // max(1, self.a.count))
         chosen_b = self._layers_of_b()
-        for begin in range(0, len(self.steps), each):
-            steps = self.steps[begin : begin + each]
-            ours = _by_step(self.a, self.layers, self.kinds, steps, 0)
-            theirs = _by_step(self.b, None, self.kinds, steps, self.shift)
-            again = {} if self.noise is None else _by_step(self.noise, self.layers, self.kinds, steps, 0)
+        for steps, ours, theirs, again in self._windows(each):
             for step in steps:
                 for rank_a, rank_b in self.ranks.items():
                     b = [r for r in theirs.get((step, rank_b), ()) if r["layer"] in chosen_b]
                     pairs = self._pair(ours.get((step, rank_a), []), b, again.get((step, rank_a), []))
                     yield step, rank_a, pairs
+
+    def _windows(self, each: int) -> Iterator[tuple[list[int], "_ByStep", "_ByStep", "_ByStep"]]:
+        """Yield so many steps, and what A, B and the second run of A have of them."""
+        for begin in range(0, len(self.steps), each * _WINDOWS):
+            several = self.steps[begin : begin + each * _WINDOWS]
+            ours = _read(self.a, self.layers, self.kinds, several, 0)
+            theirs = _read(self.b, None, self.kinds, several, self.shift)
+            again = None if self.noise is None else _read(self.noise, self.layers, self.kinds, several, 0)
+            for at in range(0, len(several), each):
+                steps = several[at : at + each]
+                second = {} if again is None else _by_step(again, steps, 0)
+                yield steps, _by_step(ours, steps, 0), _by_step(theirs, steps, self.shift), second
 
     def _layers_of_b(self) -> set[str]:
         """The layers of B that the selected ones of A could meet, or that are selected by their own name."""
@@ -151,25 +164,28 @@ def _single(keys: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:
     return {key: lasts[0] for key, lasts in found.items() if len(lasts) == 1}
 
 
-def _by_step(
-    trace: Trace,
-    layers: Globs,
-    kinds: Globs,
-    steps: Sequence[int],
-    shift: int,
-) -> dict[tuple[int, int], list[Record]]:
-    """The records of some steps by step of A and rank, in the order of execution; a trace may lack what another has."""
+def _read(trace: Trace, layers: Globs, kinds: Globs, steps: Sequence[int], shift: int) -> pa.Table:
+    """Return the records of some steps of A, and perhaps of others between them; a trace may lack what another has."""
     wanted = [step + shift for step in steps]
     close = wanted[-1] - wanted[0] < 2 * len(wanted)
     chosen: Steps = slice(wanted[0], wanted[-1] + 1) if close else wanted
-    found: dict[tuple[int, int], list[Record]] = {}
-    known = set(wanted)
     # What only the other trace has is nothing to ask this one for.
     layers, kinds = (
         globs and tuple(glob for glob in globs if any(matches(name, (glob,)) for name in names))
         for names, globs in ((trace.layers, layers), (trace.kinds, kinds))
     )
-    for record in trace.records(layers, kinds, chosen).to_pylist():
+    return trace.records(layers, kinds, chosen)
+
+
+_ByStep = dict[tuple[int, int], list[Record]]
+
+
+def _by_step(table: pa.Table, steps: Sequence[int], shift: int) -> _ByStep:
+    """Return the records of some steps by step of A and rank, in the order of execution."""
+    known = {step + shift for step in steps}
+    found: _ByStep = {}
+    at = pa.compute.field("step")
+    for record in table.filter((at >= steps[0] + shift) & (at <= steps[-1] + shift)).to_pylist():
         if record["step"] in known:
             found.setdefault((record["step"] - shift, record["rank"]), []).append(record)
     return found

@@ -7,7 +7,7 @@ rest.
 A rule that cannot judge says why, and the report has it: silence always means that a rule looked and found nothing.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,16 +96,32 @@ def examine(
     rules: Iterable[Rule] | None = None,
     thresholds: Mapping[str, float] | None = None,
     since: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Run rules as `check` does, and say of each rule what came of it."""
+    """Run rules as `check` does, and say of each rule what came of it.
+
+    Args:
+        trace: as of `check`.
+        rules: as of `check`.
+        thresholds: as of `check`.
+        since: as of `check`.
+        progress: is told again and again how many rules of how many are done.
+    """
     if since is not None and since < 0:
         raise BadQuery(f"since={since} is no step: steps count from 0.")
     chosen = list(with_thresholds(all_rules() if rules is None else rules, thresholds or {}))
-    records = Records(trace, since)
+    done = 0
+
+    def told() -> None:
+        if progress is not None:
+            progress(done, len(chosen))
+
+    records = Records(trace, since, told)
     findings: list[Finding] = []
     quiet: list[str] = []
     not_applicable: dict[str, str] = {}
-    for rule, values in chosen:
+    for done, (rule, values) in enumerate(chosen):  # noqa: B007 - `told` tells it
+        told()
         try:
             seen = _look(rule, records, values)
         except NotApplicable as reason:
@@ -125,7 +141,7 @@ def examine(
 
 
 def _look(rule: Rule, records: Records, thresholds: Mapping[str, float]) -> list[Seen]:
-    if not len(records.table):
+    if not records.count:
         raise NotApplicable("no step is committed yet")
     with np.errstate(all="ignore"):  # NaN stands for what was not recorded
         seen = list(rule.look(records, **thresholds))
@@ -173,7 +189,7 @@ def _order(records: Records) -> Any:
 
     def key(finding: Finding) -> tuple[Any, ...]:
         # What is about no layer, such as a loss, comes out at the end of a forward pass: behind all layers.
-        position = positions.get((finding.rank, finding.layer, finding.kind), len(records.table))
+        position = positions.get((finding.rank, finding.layer, finding.kind), records.count)
         return SEVERITIES.index(finding.severity), finding.first_step, position, finding.rank, finding.rule
 
     return key

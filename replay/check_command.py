@@ -11,7 +11,7 @@ import click
 
 import replay
 from replay.check import Finding, Report, all_rules, choose, examine
-from replay.command_line import attempt_option, json_option, print_json, say, trace_argument
+from replay.command_line import attempt_option, json_option, print_json, progress, say, trace_argument
 from replay.printable import printable
 from replay.rulebook import SEVERITIES, rules_of_file
 
@@ -78,7 +78,9 @@ def check(
     """Find what is wrong with a training, the most probable cause first."""
     rules = [*all_rules(), *(rule for file in files for rule in rules_of_file(file))]
     opened = replay.open(trace, attempt)
-    report = examine(opened, rules=choose(rules, only, skip), thresholds=_thresholds(thresholds), since=since)
+    chosen, given = choose(rules, only, skip), _thresholds(thresholds)
+    with progress("rules") as tell:
+        report = examine(opened, rules=chosen, thresholds=given, since=since, progress=tell)
     if as_json:
         print_json(dataclasses.asdict(report))
     else:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 import replay.trace
 from replay.alignment import Alignment, Pair, Record, align
+from replay.diff_rows import Rows
 from replay.distance import Distance, distance, rms_of, statistics_distance
 from replay.divergence import Divergence, first_divergence
 from replay.errors import BadQuery, TraceDamaged
@@ -26,31 +27,6 @@ from replay.renaming import Map, rules_of
 from replay.tolerance import Bounds, Tolerance, error_of, floors_of
 from replay.trace import Trace
 
-_ROWS = pa.schema(
-    [
-        ("rank", pa.int32()),
-        ("step", pa.int64()),
-        ("layer_a", pa.dictionary(pa.int32(), pa.string())),
-        ("layer_b", pa.dictionary(pa.int32(), pa.string())),
-        ("kind", pa.dictionary(pa.int32(), pa.string())),
-        ("call", pa.int32()),
-        ("path", pa.dictionary(pa.int32(), pa.string())),
-        ("dtype_a", pa.dictionary(pa.int32(), pa.string())),
-        ("dtype_b", pa.dictionary(pa.int32(), pa.string())),
-        ("compared", pa.dictionary(pa.int32(), pa.string())),
-        ("max_abs", pa.float64()),
-        ("relative", pa.float64()),
-        ("cosine", pa.float64()),
-        ("max_ulp", pa.uint64()),
-        ("where", pa.list_(pa.int64())),
-        ("unlike", pa.int64()),
-        ("error", pa.float64()),
-        ("tolerance", pa.float64()),
-        ("within", pa.bool_()),
-        ("note", pa.dictionary(pa.int32(), pa.string())),
-    ]
-)
-_ROWS_A_BATCH = 1 << 13
 _OF_PARAMETERS = ("param", "param_grad", "param_grad_acc", "update")
 _REARRANGED = 0.01
 """Relative difference from which on rows or axes are looked for in another order: rounding does not make it."""
@@ -65,7 +41,12 @@ class Diff:
         rows: a row a compared record, in the order of A's execution. Columns rank, step, layer_a, layer_b, kind,
             call, path, dtype_a, dtype_b; compared ("tensors", "statistics", or "shapes" where these cannot be
             compared); max_abs, relative (l2(a - b) / l2(a)), cosine, max_ulp, where and unlike as in
-            `replay.distance.Distance`; error and tolerance as in `replay.tolerance`; within; note.
+            `replay.distance.Distance`; error and tolerance as in `replay.tolerance`; within; note. Empty if they
+            were not asked for.
+        compared: how many records were compared.
+        worst: of each layer, kind and path its worst record, those out of tolerance first, then by the size of the
+            error: some columns of `rows`, `records`, how many were compared, and `outside`, how many are out of
+            tolerance.
         only_a: what is only in A, a row a rank, layer, kind and path: how many records, the first and the last step.
         only_b: likewise what is only in B, by B's names and steps.
         damaged: how many tensors could not be read, and were compared by their statistics.
@@ -74,6 +55,8 @@ class Diff:
 
     first: Divergence | None
     rows: pa.Table
+    compared: int
+    worst: list[dict[str, Any]]
     only_a: pa.Table
     only_b: pa.Table
     damaged: int
@@ -99,6 +82,7 @@ def diff(
     shift: int = 0,
     pair: str | None = None,
     stop: bool = False,
+    rows: bool = True,
     progress: Callable[[float], None] | None = None,
 ) -> Diff:
     """Compare two traces record by record.
@@ -116,6 +100,7 @@ def diff(
         shift: compare step s of A with step s + shift of B.
         pair: "rows" to pair the samples of a batch by their values where they are in another order.
         stop: end after the step of the first divergence.
+        rows: whether to return a row a compared record. Without, memory does not follow the traces.
         progress: is told how much is done, from 0 to 1.
 
     Raises:
@@ -148,7 +133,7 @@ def diff(
             shift=shift,
             ranks=ranks,
         )
-        return _Comparison(alignment, tolerance, by_rows=pair == "rows").run(notes, progress, stop=stop)
+        return _Comparison(alignment, tolerance, by_rows=pair == "rows").run(notes, progress, stop=stop, keep=rows)
 
 
 @dataclass(frozen=True)
@@ -174,11 +159,9 @@ class _Comparison:
         self._damaged: dict[tuple[Any, ...], str] = {}
         self._dtypes: dict[tuple[str, str], str] = {}
 
-    def run(self, notes: list[str], progress: Callable[[float], None] | None, *, stop: bool) -> Diff:
+    def run(self, notes: list[str], progress: Callable[[float], None] | None, *, stop: bool, keep: bool) -> Diff:
         first: tuple[int, int, Divergence] | None = None
-        batches: list[pa.RecordBatch] = []
-        rows: list[dict[str, Any]] = []
-        counts = {"tensors": 0, "statistics": 0, "shapes": 0}
+        rows = Rows(keep=keep)
         total = len(self._alignment.steps) * len(self._alignment.ranks)
 
         for number, (step, rank, pairs) in enumerate(self._alignment.pairs()):
@@ -192,26 +175,21 @@ class _Comparison:
                 if first is None or (step, order) < first[:2]:
                     self._refuse_other_order(divergence, pairs)
                     first = step, order, divergence
-            for row in found:
-                counts[row["compared"]] += 1
-            rows += found
-            if len(rows) >= _ROWS_A_BATCH:
-                batches.append(pa.RecordBatch.from_pylist(rows, _ROWS))
-                rows = []
-        batches.append(pa.RecordBatch.from_pylist(rows, _ROWS))
-        table = pa.Table.from_batches(batches).unify_dictionaries()
-        if not len(table):
+            rows.add(found)
+        if not rows.count:
             raise BadQuery(
                 "No record of A has a partner in B: the layers have other names (map=, --map 'A=B'), or other kinds "
                 "were recorded. replay ls shows both."
             )
         return Diff(
             first=None if first is None else first[2],
-            rows=table,
+            rows=rows.table(),
+            compared=rows.count,
+            worst=rows.worst(),
             only_a=self._alignment.only_a.table(),
             only_b=self._alignment.only_b.table(),
             damaged=len(self._damaged),
-            notes=notes + self._notes(counts),
+            notes=notes + self._notes(rows.compared),
         )
 
     def _measure(self, step: int, rank: int, pairs: list[Pair], told: Callable[[], None] | None) -> Iterator[_Measured]:
@@ -343,7 +321,7 @@ class _Comparison:
             "unlike": 0 if far is None else far.unlike,
             "error": measured.error,
             "tolerance": tolerance,
-            "within": measured.error <= tolerance,
+            "within": bool(measured.error <= tolerance),
             "note": measured.note,
             "before": before,
             "order": measured.pair.order,

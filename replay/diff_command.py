@@ -4,7 +4,6 @@ Its exit status is the answer for scripts, as that of `diff`.
 """
 
 import contextlib
-import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -76,16 +75,16 @@ def diff(
                 shift=shift,
                 pair=pair,
                 stop=stop,
+                rows=False,
                 progress=told,
             )
     except KeyboardInterrupt:
         say("interrupted; nothing was found out", err=True)
         sys.exit(_INTERRUPTED)
-    by_layer = _by_layer(found)
     if as_json:
-        print_json(_as_json(found, by_layer))
+        print_json(_as_json(found))
     else:
-        _print(found, by_layer, limit)
+        _print(found, limit)
     sys.exit(0 if found.equal else 1)
 
 
@@ -175,37 +174,9 @@ def _ranks(text: str | None) -> tuple[int, int] | None:
     return left, right
 
 
-def _by_layer(found: Diff) -> list[dict[str, Any]]:
-    """The worst record of each layer, kind and path; those that differ first, then by the size of the error."""
-    worst: dict[tuple[str, str, str], dict[str, Any]] = {}
-    names = (
-        "layer_a",
-        "kind",
-        "path",
-        "step",
-        "max_abs",
-        "relative",
-        "cosine",
-        "max_ulp",
-        "error",
-        "tolerance",
-        "within",
-    )
-    for batch in found.rows.select(names).to_batches():
-        for row in batch.to_pylist():
-            key = row["layer_a"], row["kind"], row["path"]
-            row["error"] = math.inf if row["error"] is None else row["error"]
-            entry = worst.setdefault(key, {**row, "error": -1.0, "outside": 0, "records": 0})
-            entry["records"] += 1
-            entry["outside"] += not row["within"]
-            if (not row["within"], row["error"]) > (not entry["within"], entry["error"]):
-                entry.update(row)
-    rows = sorted(worst.values(), key=lambda row: (row["within"], -row["error"]))
-    return [{"layer": row.pop("layer_a"), **row, "differ": f"{row['outside']} of {row['records']}"} for row in rows]
-
-
-def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
-    compared = f"{len(found.rows):,} records compared"
+def _print(found: Diff, limit: int) -> None:
+    by_layer = found.worst
+    compared = f"{found.compared:,} records compared"
     if found.first is not None:
         say(printable(found.first), bold=True)
     elif found.equal:
@@ -229,7 +200,8 @@ def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
     if differing:
         what = "layers, kinds and paths" if any(row["path"] for row in by_layer) else "layers and kinds"
         say(f"\n{len(differing)} of {len(by_layer)} {what} differ; by the size of the error:\n")
-        print_rows(differing[:limit], False, _COLUMNS)
+        shown = [{**row, "differ": f"{row['outside']} of {row['records']}"} for row in differing[:limit]]
+        print_rows(shown, False, _COLUMNS)
         if len(differing) > limit:
             say(f"{len(differing) - limit:,} more; --limit shows them.", err=True)
     elif by_layer:
@@ -237,13 +209,13 @@ def _print(found: Diff, by_layer: list[dict[str, Any]], limit: int) -> None:
         say(f"the largest error is {error:.3g}, of layer {most['layer']!r} ({most['kind']}) at step {most['step']}")
 
 
-def _as_json(found: Diff, by_layer: list[dict[str, Any]]) -> dict[str, Any]:
+def _as_json(found: Diff) -> dict[str, Any]:
     first = found.first
     return {
         "equal": found.equal,
         "first": None if first is None else {**vars(first), "sentence": str(first)},
-        "compared": len(found.rows),
-        "layers": [{name: value for name, value in row.items() if name != "differ"} for row in by_layer],
+        "compared": found.compared,
+        "layers": found.worst,
         "only_a": found.only_a.to_pylist(),
         "only_b": found.only_b.to_pylist(),
         "notes": found.notes,

@@ -9,8 +9,7 @@ that still have the factor of a GradScaler in them are divided by it. Where a pl
 evaluation, those of training count.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,17 +18,20 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from replay.cells import COUNTS, Cells
 from replay.documents import read_scalars
 from replay.errors import BadQuery
 from replay.format import MODES, STATISTICS
+from replay.passes import Columns, Passes
 from replay.series import Bools, Floats
 from replay.trace import Trace
 
 BACKGROUND = 200
 """How many recorded steps before `since` are read, to compare with."""
 
-_COUNTS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero")
 _SCALED_KINDS = ("grad_output", "grad_input", "param_grad_acc")
+_KNOWN_BYTES = 128 << 20
+"""Of the arrays that rules were given, so much is kept for the next rule."""
 
 
 class NotApplicable(Exception):
@@ -166,24 +168,33 @@ class Grid:
 class Records:
     """What a rule is given: the records of a trace from a step on, with some steps before it as background.
 
+    Args:
+        trace: the trace. It is not to be refreshed while rules look.
+        since: the step; None for all.
+        told: called again and again while records are read.
+
     Attributes:
         trace: the trace.
         steps: shape `(steps,)`: the steps in which something was recorded.
         earlier: how many recorded steps there are before these.
-        table: the records, in the order of execution, as `Trace.records` returns them.
     """
 
     LOSSES = ("loss", "train_loss", "train/loss", "training_loss")
     """The names by which a loss is known; the first that was logged counts."""
 
-    def __init__(self, trace: Trace, since: int | None = None) -> None:
+    def __init__(self, trace: Trace, since: int | None = None, told: Callable[[], None] = lambda: None) -> None:
         self.trace = trace
         self.earlier, self.steps = trace.steps_since(since, BACKGROUND)
-        begin = int(self.steps[0]) if len(self.steps) else 0
-        self.table = trace.records(steps=slice(begin, None)) if self.earlier else trace.records()
-        self._begin = begin
+        self._begin = int(self.steps[0]) if len(self.steps) else 0
+        self._passes = Passes(trace, slice(self._begin, None) if self.earlier else None, told)
         self._modules = {rank: {m["name"]: m for m in trace.modules(rank)} for rank in trace.ranks}
         self._grids: dict[str, Grid] = {}
+        self._known: dict[tuple[str, str], Floats] = {}  # the last that was asked for at its end
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """The records, in the order of execution, as `Trace.records` returns them: all of them, in memory."""
+        return self._passes.table()
 
     def modules(self, rank: int) -> dict[str, dict[str, Any]]:
         """Return the modules of `model.json` by name."""
@@ -245,151 +256,134 @@ class Records:
 
     # Places and cells.
 
-    def _codes(self, column: str) -> tuple[NDArray[np.int64], list[str]]:
-        """Return a column of strings as numbers, and the strings."""
-        array = self.table[column].combine_chunks()
-        if isinstance(array, pa.ChunkedArray):  # no row at all
-            array = array.chunk(0) if array.num_chunks else pa.array([], pa.string()).dictionary_encode()
-        numbers: dict[str, int] = {}
-        # The dictionary has an entry a stream, so the same string stands in it several times.
-        number_of = np.array(
-            [numbers.setdefault(name, len(numbers)) for name in array.dictionary.to_pylist()], np.int64
-        )
-        return number_of[array.indices.to_numpy()] if len(array) else np.empty(0, np.int64), list(numbers)
-
     @cached_property
-    def _in_training(self) -> Bools:
-        mode = self.table["mode"].combine_chunks()
-        numbers: NDArray[np.int64] = np.asarray(mode.indices if len(self.table) else [], np.int64)
-        return np.equal(numbers, MODES.index("train"))
-
-    @cached_property
-    def _rows(self) -> tuple[NDArray[np.int64], list[Place], NDArray[np.int64]]:
-        rank = self.table["rank"].to_numpy().astype(np.int64)
-        names = [self._codes(column) for column in ("layer", "kind", "path")]
-        code = rank
-        for numbers, strings in names:
-            code = code * max(1, len(strings)) + numbers
-        _, first, place = np.unique(code, return_index=True, return_inverse=True)
-        order = np.argsort(first)
-        number = np.empty(len(order), np.int64)
-        number[order] = np.arange(len(order))
-        dtypes, dtype_names = self._codes("dtype")
-        trained = np.zeros(len(order), bool)
-        trained[place[self._in_training]] = True
-        rank_begins = {int(n): int(np.argmax(rank == n)) for n in np.unique(rank)}
-        places = []
-        for n in order:
-            row = first[n]
-            layer, kind, path = (strings[numbers[row]] for numbers, strings in names)
-            module = self._modules[int(rank[row])].get(layer, {})
-            position = int(row) - rank_begins[int(rank[row])]
-            dtype = dtype_names[dtypes[row]]
-            places.append(Place(int(rank[row]), layer, kind, path, dtype, position, bool(trained[n]), module))
-        return number[place], places, first[order]
+    def _places(self) -> "_Places":
+        return _places_of(self._passes, self._modules)
 
     @property
     def places(self) -> list[Place]:
         """All places, in the order of execution, rank after rank."""
-        return self._rows[1]
+        return self._places.places
 
-    @property
+    @cached_property
     def place_of_row(self) -> NDArray[np.int64]:
         """For each row of the table the number of its place."""
-        return self._rows[0]
+        parts = [self._places.of_origin[part["origin"]] for part in self._passes.read([])]
+        return np.concatenate([np.zeros(0, np.int64), *parts])
 
     @property
     def first_row(self) -> NDArray[np.int64]:
         """For each place the number of its first row in the table."""
-        return self._rows[2]
+        return self._places.first_row
+
+    @property
+    def count(self) -> int:
+        """How many records there are."""
+        return int(self._places.rows.sum())
+
+    @property
+    def rows_of_place(self) -> NDArray[np.int64]:
+        """For each place how many rows of the table are of it."""
+        return self._places.rows
+
+    def collect(self, columns: Sequence[str], take: Callable[[Columns], Columns]) -> Columns:
+        """Return what a function takes of all records, which are given to it in parts.
+
+        Args:
+            columns: of the table, those of numbers.
+            take: is given arrays of shape `(records,)`: these columns and `rank`, `step`, `row`, the number of the row
+                in the table, and `place`, the number of the place. It returns arrays of the same names in each part.
+
+        Returns:
+            What it returned, the parts of each array joined.
+        """
+        found: list[Columns] = []
+        row = 0
+        for part in self._passes.read(["rank", "step", *columns]):
+            place, count = self._places.of_origin[part["origin"]], len(part["origin"])
+            found.append(take({**part, "row": np.arange(row, row + count), "place": place}))
+            row += count
+        return {name: np.concatenate([part[name] for part in found]) for name in found[0]} if found else {}
 
     def _make_grid(self, kind: str, places: list[int]) -> Grid:
-        number, all_places = self.place_of_row, self.places
-        column_of = np.full(len(all_places), -1, np.int64)
+        column_of = np.full(len(self.places) + 1, -1, np.int64)  # the last is of origins without a record
         column_of[places] = np.arange(len(places))
-        column = column_of[number]
-        trained = np.array([place.trained for place in all_places])
-        rows = np.flatnonzero((column >= 0) & (self._in_training | ~trained[number]))
-        step = np.searchsorted(self.steps, self.table["step"].to_numpy()[rows])
-        cells = _Cells(self.table, rows, step * len(places) + column[rows], (len(self.steps), len(places)))
-        chosen = [all_places[n] for n in places]
-        scale = self._scale(chosen) if kind in _SCALED_KINDS else np.ones((len(self.steps), len(places)))
-        known: dict[str, Floats] = {}
+        trained = np.array([*(place.trained for place in self.places), False])
+        place = self._places.of_origin
+        cells = Cells(self._passes, kind, self.steps, column_of[place], trained[place])
+        chosen = [self.places[n] for n in places]
+
+        def scale() -> Floats | None:
+            return self._scale(chosen) if kind in _SCALED_KINDS else None
 
         def value(name: str) -> Floats:
             if name == "scale":
-                return scale
-            if name not in known:
-                known[name] = cells[name] if name in _COUNTS else cells[name] / scale
-                known[name].setflags(write=False)  # the next rule is given the same array
-            return known[name]
+                return np.ones(cells.shape) if (factor := scale()) is None else factor
+            found = self._known.pop((kind, name), None)
+            if found is None:
+                found = cells[name]
+                if name not in COUNTS and (factor := scale()) is not None:
+                    found = found / factor
+                found.setflags(write=False)  # the next rule is given the same array
+            self._known[kind, name] = found
+            while len(self._known) > 1 and sum(each.nbytes for each in self._known.values()) > _KNOWN_BYTES:
+                del self._known[next(iter(self._known))]
+            return found
 
         return Grid(kind, self.steps, chosen, value)
 
-    def _scale(self, places: list[Place]) -> Floats:
-        scale = np.ones((len(self.steps), len(places)))
-        with contextlib.suppress(NotApplicable):
+    def _scale(self, places: list[Place]) -> Floats | None:
+        """Return the factors that are in gradients; None if there are none."""
+        try:
             known = self.scalar("hookrec/grad_scale")
-            for n, place in enumerate(places):
-                if place.rank in known:
-                    _, steps, values = known[place.rank]
-                    at = np.clip(np.searchsorted(steps, self.steps, side="right") - 1, 0, None)
-                    scale[:, n] = np.where(values[at] > 0, values[at], 1.0)
+        except NotApplicable:
+            return None
+        scale = np.ones((len(self.steps), len(places)))
+        for n, place in enumerate(places):
+            if place.rank in known:
+                _, steps, values = known[place.rank]
+                at = np.clip(np.searchsorted(steps, self.steps, side="right") - 1, 0, None)
+                scale[:, n] = np.where(values[at] > 0, values[at], 1.0)
         return scale
 
 
-class _Cells:
-    """The statistics of some rows, those of one cell joined as if their tensors were one."""
+@dataclass(frozen=True)
+class _Places:
+    """The places, by number; for each its first row and how many it has; for each origin its place, -1 if none."""
 
-    def __init__(
-        self, table: pa.Table, rows: NDArray[np.int64], cell: NDArray[np.int64], shape: tuple[int, int]
-    ) -> None:
-        self._table = table
-        self._rows = rows
-        self._cell = cell
-        self._shape = shape
-        count = np.bincount(cell, minlength=shape[0] * shape[1])
-        self._empty = count == 0
-        self._single = bool(np.all(count <= 1))
+    places: list[Place]
+    first_row: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    of_origin: NDArray[np.int64]
 
-    def __getitem__(self, name: str) -> Floats:
-        values = self._table[name].to_numpy()[self._rows].astype(np.float64)
-        grid = np.zeros(self._empty.size)
-        if name in _COUNTS:
-            np.add.at(grid, self._cell, values)
-        elif self._single:
-            grid[self._cell] = values
-        else:
-            grid = self._joined(name, values)
-        grid[self._empty] = np.nan
-        if name not in _COUNTS:
-            grid[self._not_finite] = np.nan
-        return grid.reshape(self._shape)
 
-    @cached_property
-    def _not_finite(self) -> Bools:
-        bad = sum(self._table[name].to_numpy()[self._rows] for name in _COUNTS[1:4])
-        return np.bincount(self._cell, np.asarray(bad, np.float64), self._empty.size) > 0
-
-    def _joined(self, name: str, values: Floats) -> Floats:
-        size = self._empty.size
-        numel = self._table["numel"].to_numpy()[self._rows].astype(np.float64)
-        if name == "min":
-            grid = np.full(size, np.inf)
-            np.fmin.at(grid, self._cell, values)
-        elif name in ("max", "absmax"):
-            grid = np.full(size, -np.inf)
-            np.fmax.at(grid, self._cell, values)
-        elif name == "l2":
-            grid = np.zeros(size)
-            np.hypot.at(grid, self._cell, np.where(numel > 0, values, 0))
-        else:
-            # A tensor without elements has no mean, and no weight either.
-            mean = np.where(numel > 0, self._table["mean"].to_numpy()[self._rows], 0)
-            total = np.maximum(np.bincount(self._cell, numel, size), 1)
-            grid = np.bincount(self._cell, numel * mean, size) / total
-            if name == "std":
-                apart = mean - grid[self._cell]
-                square = np.where(numel > 0, values, 0) ** 2 + apart**2
-                grid = np.sqrt(np.bincount(self._cell, numel * square, size) / total)
-        return grid
+def _places_of(passes: Passes, modules: Mapping[int, Mapping[str, dict[str, Any]]]) -> _Places:
+    origins = passes.origins
+    first, rows = np.full(len(origins), -1, np.int64), np.zeros(len(origins), np.int64)
+    trained = np.zeros(len(origins), bool)
+    begin = 0
+    for part in passes.read(["mode"]):
+        origin = part["origin"]
+        new = np.flatnonzero(first[origin] < 0)
+        if len(new):
+            which, at = np.unique(origin[new], return_index=True)
+            first[which] = begin + new[at]
+        trained[origin[np.equal(part["mode"], MODES.index("train"))]] = True
+        rows += np.bincount(origin, minlength=len(origins))
+        begin += len(origin)
+    there = np.flatnonzero(first >= 0)
+    there = there[np.argsort(first[there])]
+    numbers: dict[Any, int] = {}
+    of_origin = np.full(len(origins), -1, np.int64)
+    of_origin[there] = [numbers.setdefault(origins[n][:4], len(numbers)) for n in there]
+    is_trained = np.bincount(of_origin[there], trained[there], len(numbers)) > 0
+    heads = there[np.unique(of_origin[there], return_index=True)[1]]  # of each place the first origin
+    rank_begins: dict[int, int] = {}
+    places = []
+    for number, head in enumerate(heads):
+        rank, layer, kind, path, dtype = origins[head]
+        order = int(first[head]) - rank_begins.setdefault(rank, int(first[head]))
+        module = modules[rank].get(layer, {})
+        places.append(Place(rank, layer, kind, path, dtype, order, bool(is_trained[number]), module))
+    count = np.bincount(of_origin[there], rows[there], len(numbers)).astype(np.int64)
+    return _Places(places, first[heads], count, of_origin)

@@ -194,6 +194,13 @@ class Rank:
         """Yield them in parts, one at least."""
         return self._parts(number, self.numbered(layers, kinds, steps).scan(self._columns()))
 
+    def scan(self, columns: Sequence[str], kinds: Globs, steps: Steps) -> Iterator[pa.Table]:
+        """Yield columns of the log in parts, of which few are in memory at once."""
+        with self.log.named():
+            for table in self.numbered(None, kinds, steps).scan(columns):
+                check_rows(table, len(self.streams), self.directory)
+                yield table
+
     def numbered_records(self, number: int, rows: LogRows, found: pa.Table) -> pa.Table:
         """Return the records that rows are which `found_where` has found."""
         return self._joined(number, rows.take(found, self._columns()))

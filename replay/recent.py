@@ -6,7 +6,7 @@ keeps what rules look back at, and `Recent` is a trace that finds it there. What
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -160,6 +160,15 @@ class Recent(Trace):
         by_rank = [[part for part in self._parts if part["rank"][0].as_py() == rank] for rank in self._directories]
         table = pa.concat_tables([part for parts in by_rank for part in parts]).unify_dictionaries()
         return table.filter(pa.compute.field("step") >= begin) if begin > self._recent_steps[0] else table
+
+    def record_parts(
+        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+    ) -> Iterator[pa.Table]:
+        """Yield what `Trace.record_parts` does."""
+        if where is None and self._begin_of(steps) is not None:
+            yield self.records(layers, kinds, steps)
+        else:
+            yield from super().record_parts(layers, kinds, steps, where)
 
     def _begin_of(self, steps: Steps) -> int | None:
         """The step from which on all are wanted, if these are here."""

@@ -346,6 +346,19 @@ class Trace:
         else:
             yield self.records(layers, kinds, steps, where)
 
+    def scan(self, columns: Sequence[str], kinds: Names = None, steps: Steps = None) -> Iterator[tuple[int, pa.Table]]:
+        """Yield columns of records in parts, of which few are in memory at once, each with its rank.
+
+        Args:
+            columns: of the log: `stream`, the number of the record's stream in `streams`, `step`, `call`, `micro`,
+                `mode`, by its number, and the statistics.
+            kinds: glob or globs over kinds.
+            steps: as of `records`.
+        """
+        _, chosen = self._wanted(None, kinds)
+        for number, rank in sorted(self._ranks.items()):
+            yield from ((number, table) for table in rank.scan(columns, chosen, steps))
+
     def _found(self, where: str, wanted: tuple[Globs, Globs, Steps]) -> dict[int, tuple[LogRows, pa.Table]]:
         """Return by rank the rows for which a condition holds; nothing where that is not known: `found_where`."""
         parts = [rank.part(number, rank.numbered(*wanted)) for number, rank in sorted(self._ranks.items())]

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 import time
 
 import ml_dtypes
@@ -636,12 +635,40 @@ def test_windows_of_steps_do_not_show(tmp_path, monkeypatch):
     whole = replay.diff(a, b, steps=slice(0, None, 3))
 
     monkeypatch.setattr("replay.alignment._WINDOW", 12)
-    monkeypatch.setattr(sys.modules["replay.diff"], "_ROWS_A_BATCH", 5)  # the package has a function of the name
+    monkeypatch.setattr("replay.diff_rows._ROWS_A_BATCH", 5)
     parts = replay.diff(a, b, steps=[0, 3, 6])
 
     assert parts.rows.to_pylist() == whole.rows.to_pylist()
     assert len(parts.rows) == 15
     assert parts.first == whole.first
+
+
+def test_what_is_said_does_not_depend_on_whether_rows_are_kept(tmp_path):
+    a, b = training(tmp_path / "a"), training(tmp_path / "b", fault_at=2)
+
+    kept, told = replay.diff(a, b), replay.diff(a, b, rows=False)
+
+    assert len(told.rows) == 0
+    assert told.rows.schema == kept.rows.schema
+    assert (told.first, told.worst, told.compared, told.notes) == (kept.first, kept.worst, kept.compared, kept.notes)
+    assert told.compared == len(kept.rows)
+
+
+def test_of_each_layer_and_kind_the_worst_record_is_told(tmp_path):
+    found = replay.diff(training(tmp_path / "a"), training(tmp_path / "b", fault_at=2))
+
+    by_layer = {}
+    for row in found.rows.to_pylist():
+        by_layer.setdefault((row["layer_a"], row["kind"], row["path"]), []).append(row)
+    assert {(worst["layer"], worst["kind"], worst["path"]) for worst in found.worst} == set(by_layer)
+    assert {worst["within"] for worst in found.worst} == {True, False}
+    assert found.worst == sorted(found.worst, key=lambda worst: (worst["within"], -worst["error"]))
+    for worst in found.worst:
+        rows = by_layer[worst["layer"], worst["kind"], worst["path"]]
+        outside = [row for row in rows if not row["within"]]
+        assert (worst["records"], worst["outside"]) == (len(rows), len(outside))
+        assert worst["error"] == max(row["error"] for row in outside or rows)
+        assert worst["error"] == next(row["error"] for row in rows if row["step"] == worst["step"])
 
 
 def test_progress_goes_from_0_to_1(tmp_path):

@@ -2,12 +2,12 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.grid import Grid, NotApplicable, Records, Seen
+from replay.grid import Grid, NotApplicable, Place, Records, Seen
+from replay.passes import Columns
 from replay.rulebook import rule
 from replay.series import Bools, sustained
 
@@ -33,35 +33,58 @@ def non_finite(records: Records, *, count: int = 1) -> Iterator[Seen]:
 
     Source: practice; `torch.autograd.detect_anomaly`, the rule NaN/Inf of TensorBoard's Debugger V2
     """
-    table = records.table
-    bad = sum(table[name].to_numpy() for name in _NOT_FINITE)
-    suspects = np.flatnonzero(np.asarray(bad) >= count)
-    if len(suspects):
-        suspects = suspects[~_regular(records, suspects)]
-    for rank in np.unique(table["rank"].to_numpy()[suspects]):
-        rows = suspects[table["rank"].to_numpy()[suspects] == rank]
-        # Late records of a step may stand behind those of the next, so the first row need not be of the first step.
-        rows = rows[np.argsort(table["step"].to_numpy()[rows], kind="stable")]
-        yield _where_it_began(records, rows)
-    yield from _losses(records, {int(rank) for rank in np.unique(table["rank"].to_numpy()[suspects])})
+    suspects = _suspects(records, count)
+    if len(suspects["row"]):
+        bad = ~_regular(records, suspects)
+        suspects = {name: column[bad] for name, column in suspects.items()}
+    ranks = np.unique(suspects["rank"])
+    # Late records of a step may stand behind those of the next, so the first row need not be of the first step.
+    first = [rows[np.argmin(suspects["step"][rows])] for rows in (np.flatnonzero(suspects["rank"] == r) for r in ranks)]
+    facts = _facts(records, suspects["row"][first])
+    for n, rank in enumerate(ranks):
+        of_rank = suspects["step"][suspects["rank"] == rank]
+        yield _where_it_began(records, {name: int(column[n]) for name, column in facts.items()}, of_rank)
+    yield from _losses(records, set(ranks.tolist()))
 
 
-def _regular(records: Records, rows: NDArray[np.int64]) -> Bools:
-    """Return which of these rows are as they should be."""
-    place = records.place_of_row[rows]
-    rank, step, numel, nan, posinf, neginf, zero = (
-        records.table[name].to_numpy()[rows]
-        for name in ("rank", "step", "numel", "n_nan", "n_posinf", "n_neginf", "n_zero")
+def _suspects(records: Records, count: int) -> Columns:
+    """Return what is to be known of each record with so many elements that are not finite.
+
+    Once a training has gone wrong these are nearly all records, so it is little: where they are, and three facts.
+    """
+    kinds = np.array([place.kind for place in records.places], object)
+    backward, is_input = np.isin(kinds, _BACKWARD), kinds == "input"
+    skipped = _skipped(records)
+
+    def suspects(part: Columns) -> Columns:
+        rows = np.flatnonzero(sum(part[name] for name in _NOT_FINITE) >= count)
+        rank, step, place, numel, nan, posinf, neginf, zero = (
+            part[name][rows] for name in ("rank", "step", "place", "numel", *_NOT_FINITE, "n_zero")
+        )
+        only_neginf = (nan == 0) & (posinf == 0)
+        return {
+            "row": part["row"][rows],
+            "rank": rank,
+            "step": step,
+            "place": place.astype(np.int32),
+            "by_scaler": backward[place] & _at(skipped, rank, step),
+            "only_neginf": only_neginf,
+            "in_mask": only_neginf & is_input[place] & (zero + neginf == numel),
+        }
+
+    return records.collect(("numel", "n_zero", *_NOT_FINITE), suspects)
+
+
+def _regular(records: Records, suspects: Columns) -> Bools:
+    """Return which of these records are as they should be."""
+    rank, step, place, by_scaler, only_neginf, in_mask = (
+        suspects[name] for name in ("rank", "step", "place", "by_scaler", "only_neginf", "in_mask")
     )
-    kinds = np.array([each.kind for each in records.places])[place]
-    by_scaler = np.isin(kinds, _BACKWARD) & _at(_skipped(records), rank, step)
-    only_neginf = (nan == 0) & (posinf == 0)
-    in_mask = only_neginf & (kinds == "input") & (zero + neginf == numel)
     in_company = _at({n: _bad_losses(records, n) for n in records.trace.ranks}, rank, step)
     for each in np.unique(rank):
-        in_company |= (rank == each) & np.isin(step, step[(rank == each) & ~only_neginf & ~by_scaler])
+        in_company |= (rank == each) & np.isin(step, np.unique(step[(rank == each) & ~only_neginf & ~by_scaler]))
     alone = only_neginf & ~in_company
-    always = np.bincount(place[alone], minlength=len(records.places)) == np.bincount(records.place_of_row)
+    always = np.bincount(place[alone], minlength=len(records.places)) == records.rows_of_place
     regular: Bools = by_scaler | in_mask | (alone & always[place])
     return regular
 
@@ -90,37 +113,50 @@ def _skipped(records: Records) -> dict[int, NDArray[np.int64]]:
     return {rank: steps[values > 0] for rank, (_, steps, values) in found.items()}
 
 
-def _where_it_began(records: Records, rows: NDArray[np.int64]) -> Seen:
-    first: dict[str, Any] = records.table.slice(int(rows[0]), 1).to_pylist()[0]
-    rank, step, layer, kind = (first[name] for name in ("rank", "step", "layer", "kind"))
+def _facts(records: Records, rows: NDArray[np.int64]) -> Columns:
+    """Return place, step, number of elements and of those that are not finite, of some rows of the table."""
+    names = ("place", "step", "numel", *_NOT_FINITE)
+
+    def these(part: Columns) -> Columns:
+        wanted = np.isin(part["row"], rows)
+        return {name: part[name][wanted] for name in names}
+
+    return records.collect(("numel", *_NOT_FINITE), these) if len(rows) else {}
+
+
+def _where_it_began(records: Records, first: dict[str, int], steps: NDArray[np.int64]) -> Seen:
+    place, step, later = records.places[first["place"]], first["step"], int(steps.max())
     counts = {"NaN": first["n_nan"], "+inf": first["n_posinf"], "-inf": first["n_neginf"]}
     what = ", ".join(f"{number:,} {name}" for name, number in counts.items() if number)
-    later = int(records.table["step"].to_numpy()[rows].max())
-    name = f"layer {layer!r}" if layer else "the root"
-    path = f" ({first['path']})" if first["path"] else ""
+    name = f"layer {place.layer!r}" if place.layer else "the root"
+    path = f" ({place.path})" if place.path else ""
     message = (
-        f"The first value that is not finite is in the {kind}{path} of {name} at step {step}: {what} of "
-        f"{first['numel']:,} elements; {_before(records, first)}. "
-        f"{len(rows):,} records are like that up to step {later}."
+        f"The first value that is not finite is in the {place.kind}{path} of {name} at step {step}: {what} of "
+        f"{first['numel']:,} elements; {_before(records, place, step)}. "
+        f"{len(steps):,} records are like that up to step {later}."
     )
-    return Seen(rank, layer, kind, step, later, message)
+    return Seen(place.rank, place.layer, place.kind, step, later, message)
 
 
-def _before(records: Records, first: dict[str, Any]) -> str:
-    """Say what is known of what went into the record."""
-    rank, step, layer = (first[name] for name in ("rank", "step", "layer"))
-    if first["kind"] in _BACKWARD:
+def _before(records: Records, first: Place, step: int) -> str:
+    """Say what is known of what went into a record."""
+    if first.kind in _BACKWARD:
         return "each output of the step that was recorded before it is finite, so it began in the backward pass"
-    if first["kind"] in ("param", "update"):
+    if first.kind in ("param", "update"):
         return "all records before it are finite, so it began in the optimizer or before the parameter was first used"
-    if first["kind"] == "input":
+    if first.kind == "input":
         return "all outputs before it are finite, so it came into the model, or from between its layers"
-    inputs = [n for n, p in enumerate(records.places) if (p.rank, p.layer, p.kind) == (rank, layer, "input")]
-    rows = np.isin(records.place_of_row, inputs) & (records.table["step"].to_numpy() == step)
-    if not rows.any():
+    key = first.rank, first.layer, "input"
+    inputs = [n for n, p in enumerate(records.places) if (p.rank, p.layer, p.kind) == key]
+
+    def of_inputs(part: Columns) -> Columns:
+        rows = np.isin(part["place"], inputs) & (part["step"] == step)
+        return {"bad": sum(part[name][rows] for name in _NOT_FINITE)}
+
+    bad = records.collect(_NOT_FINITE, of_inputs)["bad"] if inputs else ()
+    if not len(bad):
         return "all records before it are finite; inputs of the layer were not recorded"
-    bad = sum(records.table[name].to_numpy()[rows].sum() for name in _NOT_FINITE)
-    return "its input is not finite either" if bad else "its input is finite, so it began in this layer"
+    return "its input is not finite either" if np.any(bad) else "its input is finite, so it began in this layer"
 
 
 def _losses(records: Records, ranks: set[int]) -> Iterator[Seen]:
