@@ -97,7 +97,16 @@ def rows_where(parts: Sequence[Part], where: str | None, limit: int | None = Non
         TraceDamaged: the log cannot be read.
     """
     most = "" if limit is None else f"limit {limit}"
-    return columns_where(parts, where, _names(RECORDS.names), most).cast(RECORDS)
+    if where is None or not _LOOKS_FURTHER.search(where):
+        return columns_where(parts, where, _names(RECORDS.names), most).cast(RECORDS)
+    # Of a subquery DuckDB makes a join, from which rows come in any order.
+    number = NUMBER
+    while number in where.casefold():
+        number += " again"
+    with connect() as connection, _damage_named(parts):
+        _add_records(connection, parts, numbers=number)
+        found = _rows_where(connection, where, _COLUMNS, _names(RECORDS.names), f'order by rank, "{number}" {most}')
+    return found.cast(RECORDS)
 
 
 def columns_where(parts: Sequence[Part], where: str | None, columns: str, further: str = "") -> pa.Table:
@@ -299,7 +308,10 @@ def _damaged(part: Part, damage: Exception) -> TraceDamaged:
 
 
 def _add_records(
-    connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part], columns: Sequence[str] = _COLUMNS
+    connection: "duckdb.DuckDBPyConnection",
+    parts: Sequence[Part],
+    columns: Sequence[str] = _COLUMNS,
+    numbers: str | None = None,
 ) -> None:
     """Make the tables `streams` and `records`, and lock the settings.
 
@@ -307,6 +319,7 @@ def _add_records(
         connection: to what.
         parts: the ranks. A log that can be read but once has numbers, and rows that are known to be of streams.
         columns: those that `records` has.
+        numbers: the name of one more, in which the rows of a rank are numbered.
     """
     connection.register("streams", _streams(parts))
     connection.execute(f"set variable modes = {list(MODES)}")
@@ -330,6 +343,8 @@ def _add_records(
         }
         wanted = dict.fromkeys((*columns, *(("rank", NUMBER) if once else ())))
         made_of = ", ".join(f'{made.get(name, _names([name]))} as "{name}"' for name in wanted)
+        if numbers is not None:
+            made_of += f', row_number() over () as "{numbers}"'
         views.append(f"select {made_of} from log_{rank}")
         if not once:
             odd = connection.sql(
