@@ -4,7 +4,7 @@ Records name streams by number, and a look into the log costs milliseconds whate
 once, for all records or for those of a layer and kind, and kept until the next refresh.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -190,9 +190,9 @@ class Rank:
         """Return records as `Trace.records` does, of the rank of that number."""
         return self._joined(number, self.numbered(layers, kinds, steps).scan(self._columns()))
 
-    def record_parts(self, number: int, layers: Globs, kinds: Globs, steps: Steps) -> Iterator[pa.Table]:
-        """Yield them in parts, one at least."""
-        return self._parts(number, self.numbered(layers, kinds, steps).scan(self._columns()))
+    def record_parts(self, number: int, rows: LogRows, passed: Callable[[int], None]) -> Iterator[pa.Table]:
+        """Yield the records that rows are in parts, one at least; `passed` is that of `LogRows.scan`."""
+        return self._parts(number, rows.scan(self._columns(), passed=passed))
 
     def numbered_records(self, number: int, rows: LogRows, found: pa.Table) -> pa.Table:
         """Return the records that rows are which `found_where` has found."""

@@ -24,12 +24,15 @@ from replay.log_rows import LogRows
 from replay.query import MODULES, answer, columns_where, found_where, modules_of, rows_where
 from replay.rank import Rank
 from replay.ranks import ranks_of
-from replay.records import check_rows
+from replay.records import Progress, check_rows
 from replay.selection import Selection
 
 _SCALARS = pa.schema(
     [("rank", pa.int32()), ("step", pa.int64()), ("time", pa.float64()), ("name", pa.string()), ("value", pa.float64())]
 )
+
+_LOOKED_AT = 1 << 19
+"""Records that a condition is asked of together, where they are wanted in parts."""
 
 
 def open(path: str | Path, attempt: int | None = None) -> "Trace":
@@ -330,21 +333,51 @@ class Trace:
         return rows_where([rank.part(number, rank.dataset(*wanted)) for number, rank in ranks], where, limit)
 
     def record_parts(
-        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+        self,
+        layers: Names = None,
+        kinds: Names = None,
+        steps: Steps = None,
+        where: str | None = None,
+        progress: Progress | None = None,
     ) -> Iterator[pa.Table]:
         """Yield what `records` returns in parts, one at least, of which few are in memory at once.
 
         Where a condition looks at more than a record at a time, as one with a subquery does, all are one part.
+
+        Args:
+            layers: as of `records`.
+            kinds: as of `records`.
+            steps: as of `records`.
+            where: as of `records`.
+            progress: is told how many records were looked at, and how many there are to look at.
         """
         wanted = (*self._wanted(layers, kinds), steps)
+        rows = {number: rank.numbered(*wanted) for number, rank in sorted(self._ranks.items())}
+        total, done = sum(map(len, rows.values())), 0
+
+        def passed(more: int) -> None:
+            nonlocal done
+            done += more
+            if progress is not None:
+                progress(done, total)
+
         if where is None:
             for number, rank in sorted(self._ranks.items()):
-                yield from rank.record_parts(number, *wanted)
-        elif found := self._found(where, wanted):
-            for number, rows in found.items():
-                yield from self._ranks[number].numbered_parts(number, *rows)
-        else:
-            yield self.records(layers, kinds, steps, where)
+                yield from rank.record_parts(number, rows[number], passed)
+            return
+        given = 0
+        for number, rank in sorted(self._ranks.items()):
+            for some in rows[number].divided(_LOOKED_AT):
+                found = found_where([rank.part(number, some)], where)
+                if found is None:
+                    # Not known from some of the records, and from all: an answer, or what is wrong with the condition.
+                    yield self.records(layers, kinds, steps, where).slice(given)
+                    passed(total - done)
+                    return
+                for part in rank.numbered_parts(number, some, found[0]):
+                    given += len(part)
+                    yield part
+                passed(len(some))
 
     def _found(self, where: str, wanted: tuple[Globs, Globs, Steps]) -> dict[int, tuple[LogRows, pa.Table]]:
         """Return by rank the rows for which a condition holds; nothing where that is not known: `found_where`."""

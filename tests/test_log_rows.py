@@ -4,6 +4,7 @@ from pathlib import Path
 
 import google_crc32c
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -97,6 +98,34 @@ def test_a_condition_with_a_subquery_finds_records_in_the_order_of_execution(tmp
     assert list(zip(*(found[name].to_pylist() for name in ("rank", "step", "layer")), strict=True)) == expected
     assert trace.first(where)["layer"] == "4"
     assert trace.first(where)["step"] == 0
+
+
+def test_parts_of_what_a_condition_finds_are_the_whole_in_its_order(trace, monkeypatch):
+    monkeypatch.setattr("replay.trace._LOOKED_AT", 7)
+    monkeypatch.setattr("replay.rank._PART_ROWS", 2)
+    told = []
+
+    parts = list(trace.record_parts(where="n_nan > 0", progress=lambda *done: told.append(done)))
+
+    assert len(parts) > 4
+    assert str(pa.concat_tables(parts).to_pylist()) == str(trace.records(where="n_nan > 0").to_pylist())
+    assert [total for _, total in told] == [trace.count] * len(told)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1][0] == trace.count
+
+
+@pytest.mark.parametrize("where", ["layer = 'none'", "l2 = (select max(l2) from records where l2 < 100)"])
+def test_parts_of_nothing_and_of_a_subquery_are_one_part_at_least(where, trace):
+    parts = list(trace.record_parts(where=where))
+
+    assert str(pa.concat_tables(parts).to_pylist()) == str(trace.records(where=where).to_pylist())
+
+
+def test_a_condition_that_fails_at_a_later_record_is_refused_as_one_that_fails_at_the_first(trace, monkeypatch):
+    monkeypatch.setattr("replay.trace._LOOKED_AT", 7)
+
+    with pytest.raises(replay.BadQuery, match="cannot be understood"):
+        list(trace.record_parts(where="cast(case when step < 3 then '1' else 'x' end as integer) = 1"))
 
 
 @pytest.mark.parametrize("steps", [2, slice(1, 4), slice(0, None, 2), [0, 3]])
