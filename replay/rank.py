@@ -4,7 +4,7 @@ Records name streams by number, and a look into the log costs milliseconds whate
 once, for all records or for those of a layer and kind, and kept until the next refresh.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -188,30 +188,30 @@ class Rank:
 
     def records(self, number: int, layers: Globs, kinds: Globs, steps: Steps) -> pa.Table:
         """Return records as `Trace.records` does, of the rank of that number."""
-        return self._joined(number, self.numbered(layers, kinds, steps).scan(self._columns()))
-
-    def record_parts(self, number: int, rows: LogRows, passed: Callable[[int], None]) -> Iterator[pa.Table]:
-        """Yield the records that rows are in parts, one at least; `passed` is that of `LogRows.scan`."""
-        return self._parts(number, rows.scan(self._columns(), passed=passed))
+        return self._joined(number, self.numbered(layers, kinds, steps).scan(self.columns()))
 
     def numbered_records(self, number: int, rows: LogRows, found: pa.Table) -> pa.Table:
         """Return the records that rows are which `found_where` has found."""
-        return self._joined(number, rows.take(found, self._columns()))
+        return self._joined(number, rows.take(found, self.columns()))
 
-    def numbered_parts(self, number: int, rows: LogRows, found: pa.Table) -> Iterator[pa.Table]:
-        """Yield them in parts, one at least."""
-        return self._parts(number, rows.take(found, self._columns()))
-
-    def _columns(self) -> list[str]:
+    def columns(self) -> list[str]:
         """The columns of the log that a record is described by."""
         return ["step", "stream", "call", "micro", "mode", "kept", *(["row"] if self.dropped.rows else []), *STATISTICS]
+
+    def checked(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """Yield rows of the log that are known to be of streams."""
+        with self.log.named():
+            for table in tables:
+                check_rows(table, len(self.streams), self.directory)
+                yield table
 
     def _joined(self, number: int, tables: Iterator[pa.Table]) -> pa.Table:
         with self.log.named():
             found = list(tables)
         return self._described(number, found)
 
-    def _parts(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    def parts(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """Yield records in parts, one at least, of rows of the log with these columns."""
         waiting: list[pa.Table] = []
         with self.log.named():
             for table in tables:
@@ -222,7 +222,7 @@ class Rank:
         yield self._described(number, waiting)
 
     def _described(self, number: int, tables: Sequence[pa.Table]) -> pa.Table:
-        columns = self._columns()
+        columns = self.columns()
         nothing = pa.schema([RECORD_SCHEMA.field(name) for name in columns]).empty_table()
         table = pa.concat_tables([nothing, *tables])
         check_rows(table, len(self.streams), self.directory)

@@ -4,7 +4,7 @@ What is asked for and not there is told from what is there, so that a message ca
 """
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -33,6 +33,10 @@ _SCALARS = pa.schema(
 
 _LOOKED_AT = 1 << 19
 """Records that a condition is asked of together, where they are wanted in parts."""
+
+
+class _NotKnown(Exception):
+    """What a condition finds is not known from some of the records at a time, but from all, or it has no answer."""
 
 
 def open(path: str | Path, attempt: int | None = None) -> "Trace":
@@ -351,6 +355,58 @@ class Trace:
             where: as of `records`.
             progress: is told how many records were looked at, and how many there are to look at.
         """
+        given = 0
+        try:
+            for number, tables in self._tables(Rank.columns, layers, kinds, steps, where, progress):
+                for part in self._ranks[number].parts(number, tables):
+                    given += len(part)
+                    yield part
+        except _NotKnown:
+            yield self.records(layers, kinds, steps, where).slice(given)
+
+    def column_parts(
+        self,
+        columns: Sequence[str],
+        layers: Names = None,
+        kinds: Names = None,
+        where: str | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield columns of some records in parts, each with its rank, of which few are in memory at once.
+
+        Args:
+            columns: of the log: `stream`, which is its number, `step`, `call`, `micro`, and the statistics.
+            layers: as of `records`.
+            kinds: as of `records`.
+            where: as of `records`.
+            progress: as of `record_parts`.
+        """
+        given = 0
+        try:
+            for number, tables in self._tables(lambda _: columns, layers, kinds, None, where, progress):
+                for table in self._ranks[number].checked(tables):
+                    given += len(table)
+                    yield number, table
+        except _NotKnown:
+            names = ", ".join(f'"{name}"' for name in ("rank", *columns))
+            found = self.columns(names, layers, kinds, where=where).slice(given)
+            for number in self.ranks:
+                yield number, found.filter(pa.compute.equal(found["rank"], number)).drop_columns("rank")
+
+    def _tables(
+        self,
+        columns: Callable[[Rank], Sequence[str]],
+        layers: Names,
+        kinds: Names,
+        steps: Steps,
+        where: str | None,
+        progress: Progress | None,
+    ) -> Iterator[tuple[int, Iterator[pa.Table]]]:
+        """Yield columns of the log, rank by rank, in tables that are read as they are asked for.
+
+        Raises:
+            _NotKnown: the condition cannot be asked of some records after the others.
+        """
         wanted = (*self._wanted(layers, kinds), steps)
         rows = {number: rank.numbered(*wanted) for number, rank in sorted(self._ranks.items())}
         total, done = sum(map(len, rows.values())), 0
@@ -361,22 +417,15 @@ class Trace:
             if progress is not None:
                 progress(done, total)
 
-        if where is None:
-            for number, rank in sorted(self._ranks.items()):
-                yield from rank.record_parts(number, rows[number], passed)
-            return
-        given = 0
         for number, rank in sorted(self._ranks.items()):
+            if where is None:
+                yield number, rows[number].scan(columns(rank), passed=passed)
+                continue
             for some in rows[number].divided(_LOOKED_AT):
                 found = found_where([rank.part(number, some)], where)
                 if found is None:
-                    # Not known from some of the records, and from all: an answer, or what is wrong with the condition.
-                    yield self.records(layers, kinds, steps, where).slice(given)
-                    passed(total - done)
-                    return
-                for part in rank.numbered_parts(number, some, found[0]):
-                    given += len(part)
-                    yield part
+                    raise _NotKnown
+                yield number, some.take(found[0], columns(rank))
                 passed(len(some))
 
     def _found(self, where: str, wanted: tuple[Globs, Globs, Steps]) -> dict[int, tuple[LogRows, pa.Table]]:
