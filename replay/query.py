@@ -53,6 +53,8 @@ _MADE_OF = {"rank": (), "kept": ("kept", "row", "stream"), **dict.fromkeys(_OF_S
 _LOOKS_FURTHER = re.compile(rf"select|from|values|columns|records|streams|log_|getvariable|#|{NUMBER}", re.IGNORECASE)
 """What is in a condition that reads other rows or columns than those it names."""
 
+_ANSWER_ROWS = 1 << 16
+
 MODULES = pa.schema(
     [("rank", pa.int32()), *((name, pa.string()) for name in ("layer", "class"))]
     + [(name, pa.bool_()) for name in ("leaf", "recorded")]
@@ -259,6 +261,30 @@ def answer(
         BadQuery: the query cannot be understood, or wants what it may not have.
         TraceDamaged: the log, or a tensor that the query looks at, cannot be read.
     """
+    with _asked(query, parts, more, tensor) as relation:
+        found = relation.to_arrow_table()
+    return _plain(found)
+
+
+def answer_parts(
+    query: str, parts: Sequence[Part], more: Mapping[str, tuple[pa.Schema, Callable[[], pa.Table]]], tensor: Tensor
+) -> Iterator[pa.Table]:
+    """Yield what `answer` returns in parts, one at least, as they are found. Arguments and errors are those of it."""
+    with _asked(query, parts, more, tensor) as relation:
+        reader = relation.to_arrow_reader(_ANSWER_ROWS)
+        if any(map(pa.types.is_decimal, reader.schema.types)):
+            yield _plain(reader.read_all())  # only all of them tell whether they fit into int64
+            return
+        yield _plain(reader.schema.empty_table())
+        for batch in reader:
+            yield _plain(pa.Table.from_batches([batch]))
+
+
+@contextlib.contextmanager
+def _asked(
+    query: str, parts: Sequence[Part], more: Mapping[str, tuple[pa.Schema, Callable[[], pa.Table]]], tensor: Tensor
+) -> "Iterator[duckdb.DuckDBPyRelation]":
+    """Give what DuckDB answers; what goes wrong while it is read is raised as `answer` says."""
     import duckdb
 
     with connect() as connection, _damage_named(parts):
@@ -274,12 +300,11 @@ def answer(
             relation = connection.sql(query)
             if relation is None:
                 raise BadQuery(f"{query!r} asks for no rows. {_there(tables)}")
-            found = relation.to_arrow_table()
-        except duckdb.Error as error:
+            yield relation
+        except (duckdb.Error, pa.ArrowException, OSError) as error:  # Arrow's, where rows are read one after the other
             if trouble:
                 raise trouble[0] from None
             raise BadQuery(f"The query cannot be answered: {_reason(error)}\n{_there(tables)}") from None
-    return _plain(found)
 
 
 @contextlib.contextmanager
@@ -290,9 +315,8 @@ def _damage_named(parts: Sequence[Part]) -> Iterator[None]:
     try:
         yield
     except (duckdb.Error, BadQuery) as error:
-        if not isinstance(
-            error if isinstance(error, duckdb.Error) else error.__context__, duckdb.InvalidInputException
-        ):
+        cause = error if isinstance(error, duckdb.Error) else error.__context__
+        if not isinstance(cause, (duckdb.InvalidInputException, pa.ArrowException, OSError)):
             raise
         for part in parts:
             try:

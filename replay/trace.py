@@ -21,7 +21,7 @@ from replay.filters import Globs, Names, Steps, check_globs, globs_of
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream
 from replay.history import history
 from replay.log_rows import LogRows
-from replay.query import MODULES, answer, columns_where, found_where, modules_of, rows_where
+from replay.query import MODULES, Part, answer, answer_parts, columns_where, found_where, modules_of, rows_where
 from replay.rank import Rank
 from replay.ranks import ranks_of
 from replay.records import Progress, check_rows
@@ -490,10 +490,16 @@ class Trace:
             BadQuery: the query cannot be answered; the message has DuckDB's reason and the columns that are there.
             TraceDamaged: the log, or a tensor that the query looks at, cannot be read.
         """
+        return answer(query, *self._tables_of_sql(), self.tensor)
+
+    def sql_parts(self, query: str) -> Iterator[pa.Table]:
+        """Yield what `sql` returns in parts, one at least, as they are found: more than fits into memory."""
+        return answer_parts(query, *self._tables_of_sql(), self.tensor)
+
+    def _tables_of_sql(self) -> tuple[list[Part], dict[str, tuple[pa.Schema, Callable[[], pa.Table]]]]:
         parts = [rank.part(number, rank.dataset(None, None, None)) for number, rank in sorted(self._ranks.items())]
         modules = {rank: self.modules(rank) for rank in self.ranks}
-        more = {"scalars": (_SCALARS, self.scalars), "modules": (MODULES, lambda: modules_of(modules))}
-        return answer(query, parts, more, self.tensor)
+        return parts, {"scalars": (_SCALARS, self.scalars), "modules": (MODULES, lambda: modules_of(modules))}
 
     def select(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
