@@ -6,7 +6,15 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import attempt_option, json_option, limit_option, print_rows, say, trace_argument
+from replay.command_line import (
+    attempt_option,
+    json_option,
+    limit_option,
+    print_json_rows,
+    print_rows,
+    say,
+    trace_argument,
+)
 
 
 @click.command(
@@ -33,8 +41,15 @@ def sql(trace: Path, query: str, limit: int, attempt: int | None, as_json: bool)
     tensor(records) is the list of a record's values. A query reads no other files and writes none. QUERY may be "-" for
     standard input. With --json all rows are printed.
     """
-    found = replay.open(trace, attempt).sql(sys.stdin.read() if query == "-" else query)
-    shown = found if as_json else found.slice(0, limit)
-    print_rows(shown.to_pylist(), as_json, found.column_names)
-    if len(found) > len(shown):
-        say(f"{len(found) - limit:,} more; --limit shows them.", err=True)
+    import pyarrow as pa
+
+    parts = replay.open(trace, attempt).sql_parts(sys.stdin.read() if query == "-" else query)
+    if as_json:
+        print_json_rows(row for part in parts for batch in part.to_batches(1024) for row in batch.to_pylist())
+        return
+    found = next(parts)
+    while len(found) < limit and (part := next(parts, None)) is not None:
+        found = pa.concat_tables([found, part])
+    print_rows(found.slice(0, limit).to_pylist(), False, found.column_names)
+    if (more := len(found) + sum(map(len, parts)) - limit) > 0:
+        say(f"{more:,} more; --limit shows them.", err=True)

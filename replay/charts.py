@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from replay.errors import BadQuery, NotRecorded
 from replay.filters import Names
 from replay.printable import printable
+from replay.records import Progress
 from replay.series import Bools, Floats
 from replay.timelines import LOGARITHMIC, Timeline, gridded, timelines
 from replay.trace import Trace
@@ -107,6 +108,7 @@ def statistic(
     where: str | None,
     limit: int,
     form: Literal["lines", "grid"] = "lines",
+    progress: Progress | None = None,
 ) -> Chart:
     """Return a statistic over the steps: a panel a kind, a row a place.
 
@@ -118,12 +120,13 @@ def statistic(
         where: likewise.
         limit: how many rows a panel may have.
         form: whether a row is a line, or a row of a heat map.
+        progress: as in `Trace.record_parts`.
 
     Raises:
         BadQuery: a name or a condition that cannot be understood.
         NotRecorded: there is no such record.
     """
-    every = timelines(trace, stat, layers, kinds, where)
+    every = timelines(trace, stat, layers, kinds, where, progress)
     several_ranks = len({line.rank for line in every}) > 1
     by_kind: dict[str, list[Timeline]] = {}
     for line in every:
@@ -213,10 +216,28 @@ def _evenly(count: int, most: int) -> list[int]:
     return places
 
 
-def histogram(trace: Trace, layer: str, kind: str, *, call: int = 0, path: str = "", rank: int = 0) -> Chart:
+def histogram(
+    trace: Trace,
+    layer: str,
+    kind: str,
+    *,
+    call: int = 0,
+    path: str = "",
+    rank: int = 0,
+    progress: Progress | None = None,
+) -> Chart:
     """Return how the elements of a tensor are distributed: a column a step, a row a bin, the largest on top.
 
     A value is the share of the finite elements that lie in the bin. Of complex numbers it is the absolute values.
+
+    Args:
+        trace: where the tensors are.
+        layer: whose.
+        kind: of which kind.
+        call: as in `Trace.tensor`.
+        path: likewise.
+        rank: likewise.
+        progress: is told how many tensors were read, each of them twice, and how many are to be read.
 
     Raises:
         NotRecorded: no such tensor was kept.
@@ -236,8 +257,13 @@ def histogram(trace: Trace, layer: str, kind: str, *, call: int = 0, path: str =
     if len(steps) > HISTOGRAMS:
         notes.append(f"{HISTOGRAMS} of {len(steps)} steps are drawn, evenly spaced.")
         steps = [steps[n] for n in _evenly(len(steps), HISTOGRAMS)]
+    read = 0
 
     def elements(step: int) -> Floats:
+        nonlocal read
+        read += 1
+        if progress is not None:
+            progress(read, 2 * len(steps))
         return real(trace.tensor(step, layer, kind, **key)).ravel()
 
     # Each tensor is read twice, so that memory holds one at a time.

@@ -170,6 +170,16 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(finite(value), indent=1))
 
 
+def print_json_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """Print rows as `print_json` prints a list of them, one after the other as they come."""
+    begun = False
+    for row in rows:
+        text = json.dumps(finite(row), indent=1).replace("\n", "\n ")  # texts have no line breaks but these
+        sys.stdout.write(f"{',' if begun else '['}\n {text}")
+        begun = True
+    click.echo("\n]" if begun else "[]")
+
+
 def finite(value: Any) -> Any:
     """Return a value as JSON can hold it: numbers that are not finite as None, what it has no type for as text."""
     if isinstance(value, dict):

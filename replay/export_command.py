@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import attempt_option, filter_options, say, trace_argument
+from replay.command_line import attempt_option, filter_options, progress, say, trace_argument
 from replay.errors import BadQuery
 
 _SUFFIXES = {
@@ -90,14 +90,15 @@ def export(
         _follow(opened, out, layers, kinds, where, tensors=tensors, poll_s=poll_s)
         return
     selection = opened.select(layers or None, kinds or None, where=where)
-    if chosen == "parquet":
-        count = selection.to_parquet(out, tensors=tensors, overwrite=overwrite, partition=partition)
-    elif chosen == "arrow":
-        count = selection.to_arrow(out, tensors=tensors, overwrite=overwrite)
-    elif chosen == "npz":
-        count = selection.to_npz(out, overwrite=overwrite)
-    else:
-        count = selection.to_safetensors(out, overwrite=overwrite)
+    with progress("records") as tell:
+        if chosen == "parquet":
+            count = selection.to_parquet(out, tensors=tensors, overwrite=overwrite, partition=partition, progress=tell)
+        elif chosen == "arrow":
+            count = selection.to_arrow(out, tensors=tensors, overwrite=overwrite, progress=tell)
+        elif chosen == "npz":
+            count = selection.to_npz(out, overwrite=overwrite, progress=tell)
+        else:
+            count = selection.to_safetensors(out, overwrite=overwrite, progress=tell)
     say(f"wrote {out}: {count:,} records", err=True)
 
 

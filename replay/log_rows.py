@@ -4,6 +4,7 @@ pyarrow's dataset can do neither: it does not say which row is which, so whoever
 ask for the others of these rows alone; and it reads ahead as it sees fit, gigabytes of a large log.
 """
 
+import copy
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -108,14 +109,41 @@ class LogRows:
             table = pa.Table.from_batches(tail, RECORD_SCHEMA)
             self._pieces.append(_Piece(first, len(table), _until(tail_number, attempts), {}, table.select))
 
-    def scan(self, columns: Sequence[str], *, numbered: bool = False) -> Iterator[pa.Table]:
+    def __len__(self) -> int:
+        """How many rows are gone through to find them."""
+        return sum(piece.rows for piece in self._pieces)
+
+    def divided(self, rows: int) -> Iterator["LogRows"]:
+        """Yield them in parts, in order, that go through so many rows at least, but for the last; one at least."""
+        begin, gone = 0, 0
+        for end, piece in enumerate(self._pieces, 1):
+            gone += piece.rows
+            if gone >= rows or end == len(self._pieces):
+                yield self._of(self._pieces[begin:end])
+                begin, gone = end, 0
+        if not self._pieces:
+            yield self
+
+    def _of(self, pieces: list[_Piece]) -> "LogRows":
+        found = copy.copy(self)
+        found._pieces = pieces
+        return found
+
+    def scan(
+        self, columns: Sequence[str], *, numbered: bool = False, passed: Callable[[int], None] | None = None
+    ) -> Iterator[pa.Table]:
         """Yield the rows for which the condition holds, in order, a table a row group, of which few are in memory.
 
         Args:
             columns: which; of the schema of the log.
             numbered: add the column `NUMBER`.
+            passed: is told how many rows were gone through, each time that more of them were.
         """
-        return _ahead(partial(self._scanned, piece, columns, numbered) for piece in self._pieces)
+        tables = _ahead(partial(self._scanned, piece, columns, numbered) for piece in self._pieces)
+        for piece, table in zip(self._pieces, tables, strict=True):
+            yield table
+            if passed is not None:
+                passed(piece.rows)
 
     def _scanned(self, piece: _Piece, columns: Sequence[str], numbered: bool) -> pa.Table:
         where = self._where

@@ -7,7 +7,7 @@ import click
 from click.core import ParameterSource
 
 import replay
-from replay.command_line import attempt_option, filter_options, say, trace_argument
+from replay.command_line import attempt_option, filter_options, progress, say, trace_argument
 from replay.format import STATISTICS
 from replay.new_file import new_file
 
@@ -96,7 +96,8 @@ def plot(
     at = step if step is not None else (opened.steps or [0])[-1]
     with new_file(out, overwrite=overwrite) as partial:
         if histogram is not None:
-            chart = charts.histogram(opened, histogram, kind, **key)
+            with progress("tensors") as tell:
+                chart = charts.histogram(opened, histogram, kind, **key, progress=tell)
         elif exponents is not None:
             chart = exponents_of(opened, at, exponents, kind, **key)
         elif tensor is not None:
@@ -104,7 +105,8 @@ def plot(
         else:
             limit = limit or (_ROWS if heatmap else _LINES)
             form: Literal["grid", "lines"] = "grid" if heatmap else "lines"
-            chart = charts.statistic(opened, stat, layers or None, kinds or None, where, limit, form)
+            with progress("records") as tell:
+                chart = charts.statistic(opened, stat, layers or None, kinds or None, where, limit, form, tell)
         if as_page:
             interactive.save(chart, partial)
         else:

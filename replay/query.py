@@ -53,6 +53,8 @@ _MADE_OF = {"rank": (), "kept": ("kept", "row", "stream"), **dict.fromkeys(_OF_S
 _LOOKS_FURTHER = re.compile(rf"select|from|values|columns|records|streams|log_|getvariable|#|{NUMBER}", re.IGNORECASE)
 """What is in a condition that reads other rows or columns than those it names."""
 
+_ANSWER_ROWS = 1 << 16
+
 MODULES = pa.schema(
     [("rank", pa.int32()), *((name, pa.string()) for name in ("layer", "class"))]
     + [(name, pa.bool_()) for name in ("leaf", "recorded")]
@@ -97,7 +99,16 @@ def rows_where(parts: Sequence[Part], where: str | None, limit: int | None = Non
         TraceDamaged: the log cannot be read.
     """
     most = "" if limit is None else f"limit {limit}"
-    return columns_where(parts, where, _names(RECORDS.names), most).cast(RECORDS)
+    if where is None or not _LOOKS_FURTHER.search(where):
+        return columns_where(parts, where, _names(RECORDS.names), most).cast(RECORDS)
+    # Of a subquery DuckDB makes a join, from which rows come in any order.
+    number = NUMBER
+    while number in where.casefold():
+        number += " again"
+    with connect() as connection, _damage_named(parts):
+        _add_records(connection, parts, numbers=number)
+        found = _rows_where(connection, where, _COLUMNS, _names(RECORDS.names), f'order by rank, "{number}" {most}')
+    return found.cast(RECORDS)
 
 
 def columns_where(parts: Sequence[Part], where: str | None, columns: str, further: str = "") -> pa.Table:
@@ -250,6 +261,30 @@ def answer(
         BadQuery: the query cannot be understood, or wants what it may not have.
         TraceDamaged: the log, or a tensor that the query looks at, cannot be read.
     """
+    with _asked(query, parts, more, tensor) as relation:
+        found = relation.to_arrow_table()
+    return _plain(found)
+
+
+def answer_parts(
+    query: str, parts: Sequence[Part], more: Mapping[str, tuple[pa.Schema, Callable[[], pa.Table]]], tensor: Tensor
+) -> Iterator[pa.Table]:
+    """Yield what `answer` returns in parts, one at least, as they are found. Arguments and errors are those of it."""
+    with _asked(query, parts, more, tensor) as relation:
+        reader = relation.to_arrow_reader(_ANSWER_ROWS)
+        if any(map(pa.types.is_decimal, reader.schema.types)):
+            yield _plain(reader.read_all())  # only all of them tell whether they fit into int64
+            return
+        yield _plain(reader.schema.empty_table())
+        for batch in reader:
+            yield _plain(pa.Table.from_batches([batch]))
+
+
+@contextlib.contextmanager
+def _asked(
+    query: str, parts: Sequence[Part], more: Mapping[str, tuple[pa.Schema, Callable[[], pa.Table]]], tensor: Tensor
+) -> "Iterator[duckdb.DuckDBPyRelation]":
+    """Give what DuckDB answers; what goes wrong while it is read is raised as `answer` says."""
     import duckdb
 
     with connect() as connection, _damage_named(parts):
@@ -265,12 +300,11 @@ def answer(
             relation = connection.sql(query)
             if relation is None:
                 raise BadQuery(f"{query!r} asks for no rows. {_there(tables)}")
-            found = relation.to_arrow_table()
-        except duckdb.Error as error:
+            yield relation
+        except (duckdb.Error, pa.ArrowException, OSError) as error:  # Arrow's, where rows are read one after the other
             if trouble:
                 raise trouble[0] from None
             raise BadQuery(f"The query cannot be answered: {_reason(error)}\n{_there(tables)}") from None
-    return _plain(found)
 
 
 @contextlib.contextmanager
@@ -281,9 +315,8 @@ def _damage_named(parts: Sequence[Part]) -> Iterator[None]:
     try:
         yield
     except (duckdb.Error, BadQuery) as error:
-        if not isinstance(
-            error if isinstance(error, duckdb.Error) else error.__context__, duckdb.InvalidInputException
-        ):
+        cause = error if isinstance(error, duckdb.Error) else error.__context__
+        if not isinstance(cause, (duckdb.InvalidInputException, pa.ArrowException, OSError)):
             raise
         for part in parts:
             try:
@@ -299,7 +332,10 @@ def _damaged(part: Part, damage: Exception) -> TraceDamaged:
 
 
 def _add_records(
-    connection: "duckdb.DuckDBPyConnection", parts: Sequence[Part], columns: Sequence[str] = _COLUMNS
+    connection: "duckdb.DuckDBPyConnection",
+    parts: Sequence[Part],
+    columns: Sequence[str] = _COLUMNS,
+    numbers: str | None = None,
 ) -> None:
     """Make the tables `streams` and `records`, and lock the settings.
 
@@ -307,6 +343,7 @@ def _add_records(
         connection: to what.
         parts: the ranks. A log that can be read but once has numbers, and rows that are known to be of streams.
         columns: those that `records` has.
+        numbers: the name of one more, in which the rows of a rank are numbered.
     """
     connection.register("streams", _streams(parts))
     connection.execute(f"set variable modes = {list(MODES)}")
@@ -330,6 +367,8 @@ def _add_records(
         }
         wanted = dict.fromkeys((*columns, *(("rank", NUMBER) if once else ())))
         made_of = ", ".join(f'{made.get(name, _names([name]))} as "{name}"' for name in wanted)
+        if numbers is not None:
+            made_of += f', row_number() over () as "{numbers}"'
         views.append(f"select {made_of} from log_{rank}")
         if not once:
             odd = connection.sql(

@@ -188,11 +188,7 @@ class Rank:
 
     def records(self, number: int, layers: Globs, kinds: Globs, steps: Steps) -> pa.Table:
         """Return records as `Trace.records` does, of the rank of that number."""
-        return self._joined(number, self.numbered(layers, kinds, steps).scan(self._columns()))
-
-    def record_parts(self, number: int, layers: Globs, kinds: Globs, steps: Steps) -> Iterator[pa.Table]:
-        """Yield them in parts, one at least."""
-        return self._parts(number, self.numbered(layers, kinds, steps).scan(self._columns()))
+        return self._joined(number, self.numbered(layers, kinds, steps).scan(self.columns()))
 
     def scan(self, columns: Sequence[str], kinds: Globs, steps: Steps) -> Iterator[pa.Table]:
         """Yield columns of the log in parts, of which few are in memory at once."""
@@ -203,22 +199,26 @@ class Rank:
 
     def numbered_records(self, number: int, rows: LogRows, found: pa.Table) -> pa.Table:
         """Return the records that rows are which `found_where` has found."""
-        return self._joined(number, rows.take(found, self._columns()))
+        return self._joined(number, rows.take(found, self.columns()))
 
-    def numbered_parts(self, number: int, rows: LogRows, found: pa.Table) -> Iterator[pa.Table]:
-        """Yield them in parts, one at least."""
-        return self._parts(number, rows.take(found, self._columns()))
-
-    def _columns(self) -> list[str]:
+    def columns(self) -> list[str]:
         """The columns of the log that a record is described by."""
         return ["step", "stream", "call", "micro", "mode", "kept", *(["row"] if self.dropped.rows else []), *STATISTICS]
+
+    def checked(self, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """Yield rows of the log that are known to be of streams."""
+        with self.log.named():
+            for table in tables:
+                check_rows(table, len(self.streams), self.directory)
+                yield table
 
     def _joined(self, number: int, tables: Iterator[pa.Table]) -> pa.Table:
         with self.log.named():
             found = list(tables)
         return self._described(number, found)
 
-    def _parts(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    def parts(self, number: int, tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+        """Yield records in parts, one at least, of rows of the log with these columns."""
         waiting: list[pa.Table] = []
         with self.log.named():
             for table in tables:
@@ -229,7 +229,7 @@ class Rank:
         yield self._described(number, waiting)
 
     def _described(self, number: int, tables: Sequence[pa.Table]) -> pa.Table:
-        columns = self._columns()
+        columns = self.columns()
         nothing = pa.schema([RECORD_SCHEMA.field(name) for name in columns]).empty_table()
         table = pa.concat_tables([nothing, *tables])
         check_rows(table, len(self.streams), self.directory)

@@ -4,7 +4,7 @@ The log names a stream by its number. Layer, kind, path and dtype come from the 
 dictionary-encoded columns, so that no string is copied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,9 @@ from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
 from replay.format import MODES, STATISTICS, Stream
+
+Progress = Callable[[int, int], None]
+"""Is told how many records are done, and of how many."""
 
 
 def check_rows(table: pa.Table, streams: int, rank: Path) -> None:

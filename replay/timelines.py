@@ -8,6 +8,7 @@ spike of one step is seen among thousands.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from replay.errors import BadQuery, NotRecorded
 from replay.filters import Names
 from replay.format import STATISTICS
+from replay.records import Progress
 from replay.series import Bools, Floats
 from replay.trace import Trace
 
@@ -47,9 +49,22 @@ class Timeline:
 
 
 def timelines(
-    trace: Trace, stat: str, layers: Names = None, kinds: Names = None, where: str | None = None
+    trace: Trace,
+    stat: str,
+    layers: Names = None,
+    kinds: Names = None,
+    where: str | None = None,
+    progress: Progress | None = None,
 ) -> list[Timeline]:
     """Return a statistic over the steps for each place, in the order in which layers first ran.
+
+    Args:
+        trace: where the records are.
+        stat: the name of the statistic.
+        layers: as in `Trace.records`.
+        kinds: likewise.
+        where: likewise.
+        progress: as in `Trace.record_parts`.
 
     Raises:
         BadQuery: a name or a condition that cannot be understood.
@@ -57,21 +72,30 @@ def timelines(
     """
     if stat not in STATISTICS:
         raise BadQuery(f"{stat!r} is no statistic. There are {', '.join(STATISTICS)}.")
-    # Not all columns of all records: of ten million, these are a quarter of a gigabyte.
-    broken = f"n_nan + n_posinf + n_neginf > 0 or isinf({stat}::double) as broken"
-    found = trace.columns(f"rank, stream, step, {stat}::double as value, {broken}", layers, kinds, where=where)
-    if not len(found):
+    names = list(dict.fromkeys(("stream", "step", "n_nan", "n_posinf", "n_neginf", stat)))
+    numbers: dict[tuple[int, str, str, str], int] = {}
+    found: dict[int, list[tuple[NDArray[np.int64], Floats, Bools]]] = {}
+    places = {rank: _places(trace, rank, numbers) for rank in trace.ranks}
+    for rank, table in trace.column_parts(names, layers, kinds, where, progress):
+        column = {name: table[name].to_numpy() for name in names}
+        values = column[stat].astype(np.float64)
+        broken = np.isinf(values)
+        for name in ("n_nan", "n_posinf", "n_neginf"):
+            broken |= column[name] > 0
+        for place, at in _by_place(places[rank][column["stream"]]):
+            found.setdefault(place, []).append((column["step"][at], values[at], broken[at]))
+    if not found:
         steps, there = trace.steps, ", ".join(map(repr, trace.layers[:3]))
         raise NotRecorded(
             f"No record of {trace.path} is so. It has "
             + (f"steps {steps[0]} to {steps[-1]}, layers such as {there}, " if steps else "no committed step, ")
             + f"kinds {', '.join(trace.kinds) or 'none'}."
         )
-    step, value, marks = (found[name].to_numpy() for name in ("step", "value", "broken"))
     order = {name: n for n, name in enumerate(trace.layers)}
     lines = []
-    for place, at in _by_place(trace, found["rank"].to_numpy(), found["stream"].to_numpy()):
-        lines.append(Timeline(*place, *_one_a_step(step[at], value[at], marks[at])))
+    for key, place in numbers.items():
+        if parts := found.pop(place, None):  # which frees them as the lines are made
+            lines.append(Timeline(*key, *_one_a_step(*map(np.concatenate, zip(*parts, strict=True)))))
     return sorted(lines, key=lambda line: (line.rank, order[line.layer], trace.kinds.index(line.kind)))
 
 
@@ -115,21 +139,15 @@ def _one_a_step(step: NDArray[np.int64], value: Floats, broken: Bools) -> tuple[
     return steps, values, marks, len(steps) < len(step)
 
 
-def _by_place(
-    trace: Trace, rank: NDArray[np.int32], stream: NDArray[np.int32]
-) -> Iterator[tuple[tuple[int, str, str, str], NDArray[np.int64]]]:
-    """Yield the places, in the order of their streams, and the numbers of the rows of each, in their order."""
-    numbers: dict[tuple[int, str, str, str], int] = {}
-    place = np.empty(len(rank), np.int32)
-    for number in trace.ranks:
-        keys = [(number, s.layer, s.kind, s.path) for s in trace.streams(number)]
-        of_stream = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int32)
-        rows = slice(None) if len(trace.ranks) == 1 else np.flatnonzero(rank == number)
-        place[rows] = of_stream[stream[rows]]
-    if len(numbers) < 1 << 16:
-        place = place.astype(np.uint16)  # such are sorted in a tenth of the time
+def _places(trace: Trace, rank: int, numbers: dict[tuple[int, str, str, str], int]) -> NDArray[np.uint32]:
+    """Return the number of the place of each stream of a rank; places that are new get the next ones."""
+    keys = [(rank, s.layer, s.kind, s.path) for s in trace.streams(rank)]
+    found = np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.uint32)
+    return found.astype(np.uint16) if len(numbers) < 1 << 16 else found  # such are sorted in a tenth of the time
+
+
+def _by_place(place: NDArray[Any]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    """Yield the places, and the numbers of the rows of each, in their order."""
     order = np.argsort(place, kind="stable")
-    ends = np.searchsorted(place, np.arange(len(numbers) + 1), sorter=order)
-    for key, number in numbers.items():
-        if ends[number] < ends[number + 1]:
-            yield key, order[ends[number] : ends[number + 1]]
+    found, begins = np.unique(place[order], return_index=True)
+    yield from zip(found.tolist(), np.split(order, begins)[1:], strict=True)

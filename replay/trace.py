@@ -4,7 +4,7 @@ What is asked for and not there is told from what is there, so that a message ca
 """
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,15 +21,22 @@ from replay.filters import Globs, Names, Steps, check_globs, globs_of
 from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream
 from replay.history import history
 from replay.log_rows import LogRows
-from replay.query import MODULES, answer, columns_where, found_where, modules_of, rows_where
+from replay.query import MODULES, Part, answer, answer_parts, columns_where, found_where, modules_of, rows_where
 from replay.rank import Rank
 from replay.ranks import ranks_of
-from replay.records import check_rows
+from replay.records import Progress, check_rows
 from replay.selection import Selection
 
 _SCALARS = pa.schema(
     [("rank", pa.int32()), ("step", pa.int64()), ("time", pa.float64()), ("name", pa.string()), ("value", pa.float64())]
 )
+
+_LOOKED_AT = 1 << 19
+"""Records that a condition is asked of together, where they are wanted in parts."""
+
+
+class _NotKnown(Exception):
+    """What a condition finds is not known from some of the records at a time, but from all, or it has no answer."""
 
 
 def open(path: str | Path, attempt: int | None = None) -> "Trace":
@@ -330,21 +337,96 @@ class Trace:
         return rows_where([rank.part(number, rank.dataset(*wanted)) for number, rank in ranks], where, limit)
 
     def record_parts(
-        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+        self,
+        layers: Names = None,
+        kinds: Names = None,
+        steps: Steps = None,
+        where: str | None = None,
+        progress: Progress | None = None,
     ) -> Iterator[pa.Table]:
         """Yield what `records` returns in parts, one at least, of which few are in memory at once.
 
         Where a condition looks at more than a record at a time, as one with a subquery does, all are one part.
+
+        Args:
+            layers: as of `records`.
+            kinds: as of `records`.
+            steps: as of `records`.
+            where: as of `records`.
+            progress: is told how many records were looked at, and how many there are to look at.
+        """
+        given = 0
+        try:
+            for number, tables in self._tables(Rank.columns, layers, kinds, steps, where, progress):
+                for part in self._ranks[number].parts(number, tables):
+                    given += len(part)
+                    yield part
+        except _NotKnown:
+            yield self.records(layers, kinds, steps, where).slice(given)
+
+    def column_parts(
+        self,
+        columns: Sequence[str],
+        layers: Names = None,
+        kinds: Names = None,
+        where: str | None = None,
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[int, pa.Table]]:
+        """Yield columns of some records in parts, each with its rank, of which few are in memory at once.
+
+        Args:
+            columns: of the log: `stream`, which is its number, `step`, `call`, `micro`, and the statistics.
+            layers: as of `records`.
+            kinds: as of `records`.
+            where: as of `records`.
+            progress: as of `record_parts`.
+        """
+        given = 0
+        try:
+            for number, tables in self._tables(lambda _: columns, layers, kinds, None, where, progress):
+                for table in self._ranks[number].checked(tables):
+                    given += len(table)
+                    yield number, table
+        except _NotKnown:
+            names = ", ".join(f'"{name}"' for name in ("rank", *columns))
+            found = self.columns(names, layers, kinds, where=where).slice(given)
+            for number in self.ranks:
+                yield number, found.filter(pa.compute.equal(found["rank"], number)).drop_columns("rank")
+
+    def _tables(
+        self,
+        columns: Callable[[Rank], Sequence[str]],
+        layers: Names,
+        kinds: Names,
+        steps: Steps,
+        where: str | None,
+        progress: Progress | None,
+    ) -> Iterator[tuple[int, Iterator[pa.Table]]]:
+        """Yield columns of the log, rank by rank, in tables that are read as they are asked for.
+
+        Raises:
+            _NotKnown: the condition cannot be asked of some records after the others.
         """
         wanted = (*self._wanted(layers, kinds), steps)
-        if where is None:
-            for number, rank in sorted(self._ranks.items()):
-                yield from rank.record_parts(number, *wanted)
-        elif found := self._found(where, wanted):
-            for number, rows in found.items():
-                yield from self._ranks[number].numbered_parts(number, *rows)
-        else:
-            yield self.records(layers, kinds, steps, where)
+        rows = {number: rank.numbered(*wanted) for number, rank in sorted(self._ranks.items())}
+        total, done = sum(map(len, rows.values())), 0
+
+        def passed(more: int) -> None:
+            nonlocal done
+            done += more
+            if progress is not None:
+                progress(done, total)
+
+        for number, rank in sorted(self._ranks.items()):
+            if where is None:
+                yield number, rows[number].scan(columns(rank), passed=passed)
+                continue
+            for some in rows[number].divided(_LOOKED_AT):
+                found = found_where([rank.part(number, some)], where)
+                if found is None:
+                    raise _NotKnown
+                yield number, some.take(found[0], columns(rank))
+                passed(len(some))
 
     def scan(self, columns: Sequence[str], kinds: Names = None, steps: Steps = None) -> Iterator[tuple[int, pa.Table]]:
         """Yield columns of records in parts, of which few are in memory at once, each with its rank.
@@ -421,10 +503,16 @@ class Trace:
             BadQuery: the query cannot be answered; the message has DuckDB's reason and the columns that are there.
             TraceDamaged: the log, or a tensor that the query looks at, cannot be read.
         """
+        return answer(query, *self._tables_of_sql(), self.tensor)
+
+    def sql_parts(self, query: str) -> Iterator[pa.Table]:
+        """Yield what `sql` returns in parts, one at least, as they are found: more than fits into memory."""
+        return answer_parts(query, *self._tables_of_sql(), self.tensor)
+
+    def _tables_of_sql(self) -> tuple[list[Part], dict[str, tuple[pa.Schema, Callable[[], pa.Table]]]]:
         parts = [rank.part(number, rank.dataset(None, None, None)) for number, rank in sorted(self._ranks.items())]
         modules = {rank: self.modules(rank) for rank in self.ranks}
-        more = {"scalars": (_SCALARS, self.scalars), "modules": (MODULES, lambda: modules_of(modules))}
-        return answer(query, parts, more, self.tensor)
+        return parts, {"scalars": (_SCALARS, self.scalars), "modules": (MODULES, lambda: modules_of(modules))}
 
     def select(
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None

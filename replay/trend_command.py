@@ -13,6 +13,7 @@ from replay.command_line import (
     limit_option,
     print_json,
     print_rows,
+    progress,
     say,
     say_if_empty,
     trace_argument,
@@ -52,7 +53,8 @@ def trend(
     """
     opened = replay.open(trace, attempt)
     try:
-        lines = timelines(opened, stat, layers or None, kinds or None, where)
+        with progress("records") as tell:
+            lines = timelines(opened, stat, layers or None, kinds or None, where, tell)
     except replay.NotRecorded:
         lines = []
     shown = lines[:limit]

@@ -42,11 +42,9 @@ from replay.format import (
 from replay.links import refuse_pipes
 from replay.log_segments import segments_of
 from replay.ranks import ranks_of
+from replay.records import Progress
 from replay.seal import COLUMNS_OF_ROWS, is_sealed, rows_of, totals
 from replay.stores import StoreReader, faults, open_reader
-
-Progress = Callable[[int, int], None]
-"""Is told how many records were read, and of how many."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -193,6 +194,52 @@ def test_parts_by_steps_have_their_steps_and_no_others(tmp_path):
         f"select step from read_parquet('{out}/*/*.parquet', hive_partitioning=true) where from_step=200"
     )
     assert found.fetchall() == [(250,)]
+
+
+@pytest.mark.parametrize("partition", ["layer", "step:2"])
+@pytest.mark.parametrize("tensors", [(), ("--tensors", "--where", "dtype <> 'int64'")])
+def test_what_is_divided_in_many_parts_is_the_whole(partition, tensors, tmp_path, monkeypatch):
+    for name in ("rank._PART_ROWS", "log.COMPACT_ROWS", "partitions._PART_ROWS", "exported._PART_ROWS"):
+        monkeypatch.setattr(f"replay.{name}", 3)
+    for rank in (0, 1):
+        write_stored(tmp_path / "a", rank=rank)
+    assert ask(tmp_path / "a", tmp_path / "whole.parquet", *tensors).exit_code == 0
+    whole = pq.read_table(tmp_path / "whole.parquet").to_pylist()
+
+    assert ask(tmp_path / "a", tmp_path / "out", "--partition", partition, *tensors).exit_code == 0
+
+    files = list((tmp_path / "out").iterdir())
+    assert len(files) == (2 if tensors and partition == "layer" else 3)
+    found = 0
+    for file in files:
+        rows = pq.read_table(file / "part-0.parquet").to_pylist()
+        of_file = (lambda row: row["layer"]) if partition == "layer" else (lambda row: row["step"] // 2)
+        assert rows == [row for row in whole if of_file(row) == of_file(rows[0])]
+        found += len(rows)
+    assert found == len(whole)
+
+
+@pytest.mark.parametrize(
+    ("out", "options"),
+    [
+        ("out.parquet", ()),
+        ("out.parquet", ("--where", "step > 1")),
+        ("out.parquet", ("--tensors",)),
+        ("out.arrow", ()),
+        ("out.npz", ()),
+        ("out.safetensors", ()),
+        ("out", ("--partition", "layer")),
+    ],
+)
+def test_work_that_takes_longer_says_how_far_it_is(out, options, stored, tmp_path, monkeypatch):
+    monkeypatch.setattr("replay.command_line.FIRST_S", 0)
+
+    said = ask(stored, tmp_path / out, "--layers", "0", *options)
+
+    assert said.exit_code == 0
+    (first, *_) = said.stderr.splitlines()
+    done, total = re.fullmatch(r"([\d,]+) of ([\d,]+) records", first).groups()
+    assert 0 < int(done) <= int(total) <= 18
 
 
 def test_nothing_is_not_divided(tmp_path):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import google_crc32c
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -79,7 +80,52 @@ def test_a_condition_with_a_subquery_sees_all_records(trace):
 
     found = trace.records(where="l2 = (select max(l2) from records where l2 < 100)")
 
-    assert sorted(map(str, found.to_pylist())) == sorted(map(str, expected))
+    assert str(found.to_pylist()) == str(expected)
+
+
+def test_a_condition_with_a_subquery_finds_records_in_the_order_of_execution(tmp_path):
+    for rank in (0, 1):  # so many that DuckDB gives several threads some of them
+        written = WrittenTrace(tmp_path / "a", [f"{n}" for n in range(50)], rank=rank)
+        for step in range(0, 4000, 500):
+            written.commit(*range(step, step + 500))
+        written.seal()
+    trace = replay.open(tmp_path / "a")
+    where = "layer in (select layer from streams where stream between 4 and 12)"
+    expected = [(rank, step, f"{n}") for rank in (0, 1) for step in range(4000) for n in range(4, 13)]
+
+    found = trace.records(where=where)
+
+    assert list(zip(*(found[name].to_pylist() for name in ("rank", "step", "layer")), strict=True)) == expected
+    assert trace.first(where)["layer"] == "4"
+    assert trace.first(where)["step"] == 0
+
+
+def test_parts_of_what_a_condition_finds_are_the_whole_in_its_order(trace, monkeypatch):
+    monkeypatch.setattr("replay.trace._LOOKED_AT", 7)
+    monkeypatch.setattr("replay.rank._PART_ROWS", 2)
+    told = []
+
+    parts = list(trace.record_parts(where="n_nan > 0", progress=lambda *done: told.append(done)))
+
+    assert len(parts) > 4
+    assert str(pa.concat_tables(parts).to_pylist()) == str(trace.records(where="n_nan > 0").to_pylist())
+    assert [total for _, total in told] == [trace.count] * len(told)
+    assert [done for done, _ in told] == sorted({done for done, _ in told})
+    assert told[-1][0] == trace.count
+
+
+@pytest.mark.parametrize("where", ["layer = 'none'", "l2 = (select max(l2) from records where l2 < 100)"])
+def test_parts_of_nothing_and_of_a_subquery_are_one_part_at_least(where, trace):
+    parts = list(trace.record_parts(where=where))
+
+    assert str(pa.concat_tables(parts).to_pylist()) == str(trace.records(where=where).to_pylist())
+
+
+def test_a_condition_that_fails_at_a_later_record_is_refused_as_one_that_fails_at_the_first(trace, monkeypatch):
+    monkeypatch.setattr("replay.trace._LOOKED_AT", 7)
+
+    with pytest.raises(replay.BadQuery, match="cannot be understood"):
+        list(trace.record_parts(where="cast(case when step < 3 then '1' else 'x' end as integer) = 1"))
 
 
 @pytest.mark.parametrize("steps", [2, slice(1, 4), slice(0, None, 2), [0, 3]])

@@ -138,6 +138,17 @@ def test_long_names_are_shortened_to_what_tells_them_apart(names, short):
     assert charts.shortened(names) == short
 
 
+@pytest.mark.parametrize(
+    ("options", "first"), [((), "records"), (("--heatmap",), "records"), (("--histogram", "a"), "1 of 6 tensors")]
+)
+def test_work_that_takes_longer_says_how_far_it_is(options, first, trace, tmp_path, monkeypatch):
+    monkeypatch.setattr("replay.command_line.FIRST_S", 0)
+
+    said = ask(trace.path, tmp_path / "out.png", *options)
+
+    assert first in said.stderr.splitlines()[0]
+
+
 def test_a_histogram_has_the_share_of_the_finite_elements_in_each_bin(trace):
     chart = charts.histogram(trace, "a", "output")
 

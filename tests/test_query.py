@@ -246,3 +246,28 @@ def test_a_table_of_any_columns_is_printed(trace):
 
     assert text.output.split() == ["path", "x", "y", "[1,", "2.5]"]
     assert json.loads(objects.output)[0] == {"layer": "0", "d": "2026-01-02"}
+
+
+def test_rows_that_come_in_parts_are_printed_as_all_at_once(trace, monkeypatch):
+    monkeypatch.setattr("replay.query._ANSWER_ROWS", 2048)  # DuckDB has no smaller parts
+    asked = "select i, i / 7 as x, 'a\n\"' as s, [i] as l, null as n from range(5000) t(i)"
+    expected = [{"i": i, "x": i / 7, "s": 'a\n"', "l": [i], "n": None} for i in range(5000)]
+
+    as_json = CliRunner().invoke(main, ["sql", str(trace.path), asked, "--json"])
+    table = CliRunner().invoke(main, ["sql", str(trace.path), asked, "--limit", "3000"])
+
+    assert len([part for part in trace.sql_parts(asked) if len(part)]) > 1
+    assert as_json.stdout == json.dumps(expected, indent=1) + "\n"
+    assert [line.split()[0] for line in table.stdout.splitlines()[1:]] == [f"{i}" for i in range(3000)]
+    assert table.stderr == "2,000 more; --limit shows them.\n"
+    assert CliRunner().invoke(main, ["sql", str(trace.path), f"{asked} limit 0", "--json"]).stdout == "[]\n"
+
+
+def test_a_fault_in_a_late_row_is_said_behind_those_before_it(trace):
+    asked = "select cast(case when i < 300000 then '1' else 'x' end as integer) as a from range(400000) t(i)"
+
+    answer = CliRunner().invoke(main, ["sql", str(trace.path), asked])
+
+    assert answer.exit_code == 2
+    assert "The query cannot be answered: Conversion Error" in answer.stderr
+    assert "Traceback" not in answer.output

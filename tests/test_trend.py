@@ -85,6 +85,24 @@ def test_ranks_and_paths_have_timelines_of_their_own(tmp_path):
     ]
 
 
+def test_a_timeline_is_the_same_in_however_many_parts_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("replay.log.COMPACT_ROWS", 8)
+    monkeypatch.setattr("replay.log_parquet._GROUP_ROWS", 3)
+    monkeypatch.setattr("replay.trace._LOOKED_AT", 4)
+    for rank in (0, 1):
+        records = [{"step": s, "layer": layer, "l2": s + 10.0 * rank} for s in range(9) for layer in ("a", "b")]
+        write_trace(tmp_path / "a", records, rank=rank)
+    trace = replay.open(tmp_path / "a")
+    several = "step in (select step from records where l2 between 2 and 4)"
+
+    for where, wanted in ((None, range(9)), ("step > 3", range(4, 9)), (several, range(2, 5))):
+        found = timelines(trace, "l2", where=where)
+
+        assert [(line.rank, line.layer, line.steps.tolist(), line.values.tolist()) for line in found] == [
+            (rank, layer, list(wanted), [step + 10.0 * rank for step in wanted]) for rank in (0, 1) for layer in "ab"
+        ]
+
+
 def test_a_column_for_several_steps_shows_the_value_farthest_from_zero_and_every_mark(tmp_path):
     means = [1.0, -4.0, 3.0, 2.0, 5.0]
     records = [{"step": 10 * n, "layer": "a", "mean": mean, "n_nan": n == 3} for n, mean in enumerate(means)]
@@ -230,3 +248,11 @@ def test_lines_past_the_limit_are_counted(trace):
     result = CliRunner().invoke(main, ["trend", str(trace.path), "--limit", "1"])
 
     assert "2 more; --limit shows them." in result.stderr
+
+
+def test_it_says_how_far_it_is(trace, monkeypatch):
+    monkeypatch.setattr("replay.command_line.FIRST_S", 0)
+
+    result = CliRunner().invoke(main, ["trend", str(trace.path)])
+
+    assert result.stderr.startswith("8 of 8 records\n")
