@@ -22,6 +22,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 LIMIT_S = 900
 PARTS = {
     "peers": (("peers",), ("peers", "mlp", "--rounds", "1", "--steps", "1", "--way", "hookrec")),
+    "overhead": (("__main__",), ("__main__", "mlp", "--rounds", "1", "--steps", "1")),
     "linear": (("linear",), ("linear", "--small")),
     "reading": (("reading",), ("reading", "--small")),
 }

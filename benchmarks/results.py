@@ -37,6 +37,11 @@ def facts() -> dict[str, Any]:
     }
 
 
+def progress(text: str) -> None:
+    """Say on stderr what is measured next."""
+    print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
 def show(rows: list[Row]) -> None:
     """Print rows of the same members as a table."""
     if not rows:
@@ -63,17 +68,22 @@ def text(value: object) -> str:
 
 def finish(name: str, tables: dict[str, list[Row]], began: dict[str, Any], *, as_json: bool, keep: bool) -> None:
     """Print tables, or all as JSON, and keep them where that is wanted."""
-    document = {**began, "tables": tables}
+    document = {**began, "tables": {title: [_numbers(row) for row in rows] for title, rows in tables.items()}}
     if as_json:
         print(json.dumps(document, indent=1))
     else:
         print(f"{began['processor']}, {began['cores']} cores, load {began['load']}, torch {torch.__version__}")
-        for title, rows in tables.items():
+        for title, rows in document["tables"].items():
             print(f"\n{title}")
             show(rows)
     if keep:
         FOLDER.mkdir(exist_ok=True)
         (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _numbers(row: Row) -> Row:
+    """JSON has no NaN."""
+    return {name: None if value != value else value for name, value in row.items()}
 
 
 def _processor() -> str:

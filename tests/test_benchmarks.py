@@ -8,9 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import replay
-from benchmarks import large
+from benchmarks import floors, large
+from benchmarks.__main__ import DEFAULT
 from replay.verify import verify
 
 ROOT = Path(__file__).parent.parent
@@ -79,3 +82,40 @@ def test_a_command_that_says_nothing_for_long_or_needs_much_is_seen():
     assert (quick.ended, quick.missed) == ("0", "")
     assert silent.ended == "stopped"
     assert wide.mb > 300
+
+
+@pytest.mark.slow
+def test_each_mode_has_a_row_with_the_floors_beside_it(tmp_path):
+    tables = measured(tmp_path, "__main__", "mlp", "--rounds", "1", "--steps", "2")["tables"]
+
+    rows = {row["mode"]: row for row in tables["mlp"]}
+    assert list(rows) == list(DEFAULT["mlp"])
+    assert all(row["ratio"] > 0 for row in rows.values())
+    assert rows["full"]["stored"] == 1
+    assert rows["copy and write"]["stored"] is None
+
+
+def test_the_floor_copies_and_writes_the_bytes_of_each_output_and_gradient(tmp_path):
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Tanh())
+    x, page = torch.randn(1, 1000), 4096
+    expected = []
+    for step in range(3):
+        with torch.no_grad():
+            hidden = (x + step) @ model[0].weight.T + model[0].bias
+        output = hidden.tanh()
+        expected += [hidden, output, torch.ones_like(output), 1 - output**2]
+
+    with floors.written(model, tmp_path / "bytes", nbytes=5 * page) as end:  # a step takes four pages
+        for step in range(3):
+            model(x + step).sum().backward()
+            end()
+
+    data = np.fromfile(tmp_path / "bytes", np.float32).reshape(-1, page // 4)[:, :1000]
+    np.testing.assert_allclose(data, torch.cat(expected).numpy(), rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_larger_than_the_floor_s_memory_is_refused(tmp_path):
+    model = nn.Linear(1000, 1000)
+
+    with pytest.raises(ValueError, match="give it more memory"), floors.written(model, tmp_path / "bytes", nbytes=4096):
+        model(torch.randn(1, 1000)).sum().backward()
