@@ -25,6 +25,7 @@ PARTS = {
     "overhead": (("__main__",), ("__main__", "mlp", "--rounds", "1", "--steps", "1")),
     "linear": (("linear",), ("linear", "--small")),
     "reading": (("reading",), ("reading", "--small")),
+    "records": (("records", "--records", "10000000"), ("records", "--records", "160000")),
 }
 """Of each part the module and its arguments, and those with which it takes seconds."""
 Tables = dict[str, list[Row]]

@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("torch", "numpy", "pyarrow", "zarr", "h5py", "safetensors", "tensorstore", "torchlens", "nnsight")
 
@@ -23,6 +21,8 @@ Row = dict[str, Any]
 
 def facts() -> dict[str, Any]:
     """Return machine, versions, command, time and load."""
+    import torch
+
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -72,7 +72,7 @@ def finish(name: str, tables: dict[str, list[Row]], began: dict[str, Any], *, as
     if as_json:
         print(json.dumps(document, indent=1))
     else:
-        print(f"{began['processor']}, {began['cores']} cores, load {began['load']}, torch {torch.__version__}")
+        print(f"{began['processor']}, {began['cores']} cores, load {began['load']}, {began['threads']} threads")
         for title, rows in document["tables"].items():
             print(f"\n{title}")
             show(rows)

@@ -62,6 +62,25 @@ def test_each_reader_reads_what_was_recorded(tmp_path):
     assert all(row["cold GB/s"] > 0 and row["warm GB/s"] > 0 for row in layers)
 
 
+@pytest.mark.slow
+def test_each_question_has_its_answer_and_a_floor(tmp_path):
+    tables = measured(tmp_path, "records", "--records", "160000")["tables"]
+
+    answers = [row["what"] for row in tables["answers"]]
+    assert [what for what in answers if not what.startswith("pyarrow")] == [
+        "open",
+        "filter by statistics",
+        "filter for the one with NaN",
+        "filter by layer and steps",
+        "export",
+    ]
+    assert len(answers) == 5 + 4
+    (size,) = tables["a trace of statistics"]
+    assert (size["records"], size["steps"]) == (160_000, 10_000)
+    assert 0 < size["by statistics"] < 160_000
+    assert 20 < size["bytes a record"] < 60
+
+
 def test_the_large_trace_is_one_that_was_recorded_whole(tmp_path, monkeypatch):
     for name, value in {"STEPS": 200, "LAYERS": 4, "WITH_TENSORS": 2, "SHAPE": (8, 8)}.items():
         monkeypatch.setattr(large, name, value)
