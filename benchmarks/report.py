@@ -26,6 +26,7 @@ PARTS = {
     "linear": (("linear",), ("linear", "--small")),
     "reading": (("reading",), ("reading", "--small")),
     "records": (("records", "--records", "10000000"), ("records", "--records", "160000")),
+    "memory": (("memory",), ("memory", "--steps", "20")),
 }
 """Of each part the module and its arguments, and those with which it takes seconds."""
 Tables = dict[str, list[Row]]

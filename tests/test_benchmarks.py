@@ -1,6 +1,7 @@
 """The benchmarks run, at sizes too small to say anything, and measure each thing that they name."""
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from torch import nn
 import replay
 from benchmarks import floors, large
 from benchmarks.__main__ import DEFAULT
+from benchmarks.memory import own_bytes
 from replay.verify import verify
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +81,26 @@ def test_each_question_has_its_answer_and_a_floor(tmp_path):
     assert (size["records"], size["steps"]) == (160_000, 10_000)
     assert 0 < size["by statistics"] < 160_000
     assert 20 < size["bytes a record"] < 60
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_training_and_of_the_writer(tmp_path):
+    (table,) = measured(tmp_path, "memory", "--steps", "20", "--ring", "64MB")["tables"].values()
+
+    above, writer, bare = (row["MB at the end"] for row in table)
+    assert above < 64
+    assert writer > 5
+    assert bare > 50
+    assert [row["ring MB"] for row in table] == [64, 64, None]
+
+
+def test_the_memory_of_a_process_grows_by_what_it_holds_alone():
+    before = own_bytes(os.getpid())
+    held = np.ones(20_000_000, np.uint8)
+    with mmap.mmap(-1, 20_000_000, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE):
+        after = own_bytes(os.getpid())
+
+    assert held.nbytes - 2_000_000 < after - before < held.nbytes + 2_000_000
 
 
 def test_the_large_trace_is_one_that_was_recorded_whole(tmp_path, monkeypatch):
