@@ -22,6 +22,7 @@ from torch.nn import functional
 
 import hookrec
 import replay
+from benchmarks.memory import own_bytes
 from benchmarks.workloads import GPT
 from replay.stores import STORES
 
@@ -53,12 +54,6 @@ def record(path: Path, lengths: list[int], longest: int, width: int, store: str)
         **{f"writer MB at {at}": writing / 1e6 for at, (_, writing) in memory.items()},
         "seal s": time.perf_counter() - begin,
     }
-
-
-def own_bytes(pid: int) -> int:
-    """Return the memory of a process without what it shares: the ring is none of it."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def on_disk(path: Path) -> dict[str, float]:

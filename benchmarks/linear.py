@@ -26,7 +26,8 @@ import torch
 from torch import Tensor, nn
 
 import hookrec
-from benchmarks.results import Row, facts, finish
+from benchmarks.memory import own_bytes
+from benchmarks.results import Row, facts, finish, progress
 
 RECORDS = (10, 100, 1_000, 10_000)
 MEGABYTES = (1, 10, 100, 1_000)
@@ -70,6 +71,7 @@ def by_records(sizes: tuple[int, ...]) -> list[Row]:
     """Return what a record costs where a step has few, and many."""
     rows = []
     for records in sizes:
+        progress(f"{records:,} records a step")
         model, x = _model(records // 2, 256)
         count = max(5, 2_000 // records)
         bare = statistics.median(_steps(model, x, count))
@@ -84,6 +86,7 @@ def by_bytes(sizes: tuple[int, ...]) -> list[Row]:
     """Return how fast bytes are recorded, and the floors."""
     rows = []
     for megabytes in sizes:
+        progress(f"{megabytes:,} MB a step")
         nbytes = megabytes * 10**6 // 16 // 4096 * 4096 * 16
         count = 3 if megabytes >= 1_000 else 7
         model, x = _model(8, nbytes // 64)
@@ -136,25 +139,20 @@ def by_steps(sizes: tuple[int, ...]) -> list[Row]:
     """Return what a record costs, and how memory grows, as a recording becomes long."""
     rows = []
     for steps in sizes:
+        progress(f"{steps:,} steps")
         model, x = _model(5, 256)
         bare = statistics.median(_steps(model, x, min(steps, 1_000)))
         with _recorded(model) as recorder:
             writer = recorder._recording._writer._process.pid
             warm = max(steps // 10, 1)
             seconds = _steps(model, x, warm, recorder.step)
-            before = _anonymous(os.getpid()), _anonymous(writer)
+            before = own_bytes(os.getpid()), own_bytes(writer)
             seconds += _steps(model, x, steps - warm, recorder.step)
-            after = _anonymous(os.getpid()), _anonymous(writer)
+            after = own_bytes(os.getpid()), own_bytes(writer)
         ours, theirs = ((end - begin) / 1e6 for begin, end in zip(before, after, strict=True))
         each = (statistics.fmean(seconds) - bare) / 10 * 1e6
         rows.append({"steps": steps, "us a record": each, "trainer MB more": ours, "writer MB more": theirs})
     return rows
-
-
-def _anonymous(pid: int) -> int:
-    """Return the memory of a process without what it shares: the ring is none of it."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return int(fields["RssAnon"].split()[0]) * 1024
 
 
 def main() -> None:

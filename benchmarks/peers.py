@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 import hookrec
-from benchmarks.results import Row, facts, finish
+from benchmarks.results import Row, facts, finish, progress
 from benchmarks.workloads import RECORDS, WORKLOADS, train_step
 
 STEPS = {"mlp": 40, "gpt": 5, "resnet": 4}
@@ -233,7 +233,8 @@ def measure(workload: str, names: list[str], rounds: int, steps: int) -> tuple[l
     """Return a row a way, and why others are left out."""
     ratios: dict[str, list[tuple[float, float, float, float, float]]] = {name: [] for name in names}
     skipped: dict[str, str] = {}
-    for _ in range(rounds):
+    for number in range(rounds):
+        progress(f"{workload}, round {number + 1} of {rounds}")
         model, loss = WORKLOADS[workload]()
         taken = model.register_forward_pre_hook(lambda model, args: setattr(model, "benchmark_input", args[0]))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -29,7 +29,7 @@ from torch import nn
 
 import hookrec
 import replay
-from benchmarks.results import Row, facts, finish
+from benchmarks.results import Row, facts, finish, progress
 
 LAYER = "0"
 SEED = 0
@@ -124,6 +124,7 @@ def one_tensor(root: Path, steps: int) -> list[Row]:
     """Return the time of a read of 8 KB, whose bytes were read before."""
     rows = []
     for store, readers in READERS.items():
+        progress(f"8 KB, {store}")
         path = root / f"small-{store}"
         record(path, store, SMALL_BYTES, steps)
         for name, opened in readers.items():
@@ -139,6 +140,7 @@ def one_layer(root: Path, steps: int) -> list[Row]:
     """Return how fast all tensors of a layer of 4 MB are read, one after the other."""
     rows = []
     for store, readers in READERS.items():
+        progress(f"4 MB, {store}")
         path = root / f"large-{store}"
         record(path, store, LARGE_BYTES, steps)
         nbytes = LARGE_BYTES * steps

@@ -1,19 +1,17 @@
 """What a trace of statistics alone costs to keep and to ask: `python -m benchmarks.records [--records 2000000]`.
 
 A sealed trace is written by the classes of the writer process, without a training: 10,000 steps, in each a record of
-each of two kinds of some layers, whose statistics walk at random as those of a training do. Printed are the bytes of a
-record when sealed, the seconds to open the trace, to find records by filters, and to export all to Parquet. The first
-filter is held against pyarrow reading the six statistics of all records, since what it finds lies in all of them, and
-the export against pyarrow writing the same table from memory. Each is asked in a process of its own, of which the peak
-of memory is printed as well; it is told what to import before the clock runs. Seconds of the processor are those of all
-threads: where the machine is shared, they say more.
+each of two kinds of some layers, whose statistics walk at random as those of a training do. Measured are the bytes of a
+record when sealed, the seconds to open the trace, to find records by filters, and to export all to Parquet. Filters
+have a floor: pyarrow reading from the same files the columns that a condition names, all of them, since what the first
+filter finds lies in every part. The export is held against pyarrow writing the same table from memory. Each is asked in
+a process of its own, of which the peak of memory is said as well; it is told what to import before the clock runs.
+Seconds of the processor are those of all threads: where the machine is shared, they say more.
 """
 
 import argparse
 import json
 import multiprocessing
-import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -27,6 +25,7 @@ import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 import replay
+from benchmarks.results import Row, facts, finish, progress
 from replay.exported import plain
 from replay.format import FORMAT, RECORD_SCHEMA, VERSION, Stream, write_whole
 from replay.log import LogWriter
@@ -36,14 +35,6 @@ from replay.seal import locked, seal
 STEPS = 10_000
 COMMIT_STEPS = 10
 REPEATS = 3
-BARS = {
-    "bytes a record": "at most 32",
-    "open s": "at most 0.2",
-    "filter by statistics s": "at most 0.3",
-    "filter for the one with NaN s": "at most 0.3",
-    "filter by layer and steps s": "at most 0.3",
-    "export, to pyarrow's speed": "at least 0.7",
-}
 
 
 def write(path: Path, records: int) -> None:
@@ -87,106 +78,113 @@ def write(path: Path, records: int) -> None:
         seal(directory, "detached", None, {})
 
 
-def _timed(**asks: Callable[[], object]) -> dict[str, float]:
+def _timed(**asks: Callable[[], object]) -> list[Row]:
     """Ask some questions in turn, several times; return the medians of seconds and seconds of the processor of each."""
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in asks}
     for _ in range(REPEATS):
         for name, ask in asks.items():
             begin = time.perf_counter(), time.process_time()
             ask()
-            ended = time.perf_counter(), time.process_time()
-            for unit, since, until in zip(("s", "cpu s"), begin, ended, strict=True):
-                times.setdefault(f"{name.replace('_', ' ')} {unit}", []).append(until - since)
-    return {name: statistics.median(found) for name, found in times.items()}
+            times[name].append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
+    medians = {name: map(statistics.median, zip(*found, strict=True)) for name, found in times.items()}
+    return [{"what": name.replace("_", " "), "s": s, "cpu s": cpu} for name, (s, cpu) in medians.items()]
 
 
-def time_open(path: Path) -> dict[str, float]:
+def time_open(path: Path) -> list[Row]:
     """Open the trace."""
     return _timed(open=lambda: replay.open(path))
 
 
-def time_where(path: Path) -> dict[str, float]:
+def time_where(path: Path) -> list[Row]:
     """Find some records, scattered over the trace, by their statistics; let pyarrow read statistics, as a floor."""
     trace = replay.open(path)
+    floor = _read(path, "min", "max", "absmax", "mean", "std", "l2")
+    return _timed(filter_by_statistics=lambda: trace.records(where="absmax > 100"), pyarrow_reads_statistics=floor)
+
+
+def time_nan(path: Path) -> list[Row]:
+    """Find the one record with a NaN, as a trigger or `replay first` does."""
+    trace = replay.open(path)
+    floor = _read(path, "n_nan")
+    return _timed(filter_for_the_one_with_NaN=lambda: trace.records(where="n_nan > 0"), pyarrow_reads_n_nan=floor)
+
+
+def time_layer(path: Path) -> list[Row]:
+    """Find the records of one layer in a tenth of the steps."""
+    trace = replay.open(path)
+    steps = slice(STEPS // 2, STEPS // 2 + STEPS // 10)
+    floor = _read(path, "step", "stream")
+    ask = lambda: trace.records(layers="blocks.7.*", steps=steps)  # noqa: E731
+    return _timed(filter_by_layer_and_steps=ask, pyarrow_reads_step_and_stream=floor)
+
+
+def _read(path: Path, *columns: str) -> Callable[[], None]:
     files = sorted(map(str, path.glob("rank-00000/*.parquet")))
     checked = ds.ParquetFragmentScanOptions(page_checksum_verification=True)
     every = ds.dataset(files, format=ds.ParquetFileFormat(default_fragment_scan_options=checked))
 
-    def floor() -> None:
-        for _ in every.scanner(columns=["min", "max", "absmax", "mean", "std", "l2"]).to_batches():
+    def read() -> None:
+        for _ in every.scanner(columns=list(columns)).to_batches():
             pass
 
-    found = _timed(filter_by_statistics=lambda: trace.records(where="absmax > 100"), pyarrow_reads_statistics=floor)
-    return {**found, "of records": len(trace.records(where="absmax > 100"))}
+    return read
 
 
-def time_nan(path: Path) -> dict[str, float]:
-    """Find the one record with a NaN, as a trigger or `replay first` does."""
-    trace = replay.open(path)
-    return _timed(filter_for_the_one_with_NaN=lambda: trace.records(where="n_nan > 0"))
-
-
-def time_layer(path: Path) -> dict[str, float]:
-    """Find the records of one layer in a tenth of the steps."""
-    trace = replay.open(path)
-    steps = slice(STEPS // 2, STEPS // 2 + STEPS // 10)
-    return _timed(filter_by_layer_and_steps=lambda: trace.records(layers="blocks.7.*", steps=steps))
-
-
-def time_export(path: Path) -> dict[str, float]:
+def time_export(path: Path) -> list[Row]:
     """Export all records."""
     target = path.parent / "export.parquet"
     selection = replay.open(path).select()
-    found = _timed(export=lambda: selection.to_parquet(target, overwrite=True))
-    return {**found, "export MB": target.stat().st_size / 1e6}
+    return _timed(export=lambda: selection.to_parquet(target, overwrite=True))
 
 
-def time_pyarrow(path: Path) -> dict[str, float]:
+def time_pyarrow(path: Path) -> list[Row]:
     """Write the same table, which is in memory, by pyarrow."""
     target = path.parent / "pyarrow.parquet"
     table = plain(replay.open(path).records())
-    return _timed(pyarrow=lambda: pq.write_table(table, target, compression="zstd"))
+    return _timed(pyarrow_writes_the_table=lambda: pq.write_table(table, target, compression="zstd"))
 
 
 QUESTIONS = (time_open, time_where, time_nan, time_layer, time_export, time_pyarrow)
 
 
-def _asked(question: Callable[[Path], dict[str, float]], path: Path) -> tuple[dict[str, float], float]:
+def _asked(question: Callable[[Path], list[Row]], path: Path) -> list[Row]:
     connect().close()
     ds.dataset(RECORD_SCHEMA.empty_table())
     found = question(path)
     # ru_maxrss would be that of the process that started this one.
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return found, int(status["VmHWM"].split()[0]) * 1024 / 1e6
+    return [row | {"peak MB": int(status["VmHWM"].split()[0]) * 1024 / 1e6} for row in found]
 
 
 def main() -> None:
-    """Print a line a figure."""
+    """Print two tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=int, default=2_000_000)
-    parser.add_argument("--folder", type=Path, default=Path())
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--keep", action="store_true", help="write benchmarks/results/records.json")
     chosen = parser.parse_args()
     if chosen.records < 16 * STEPS:
         sys.exit(f"There must be {16 * STEPS:,} records at least, 16 a step.")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
-    facts: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as name:
+    began = facts()
+    answers: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="hookrec-benchmark-") as name:
         path = Path(name) / "trace"
+        progress(f"writing {chosen.records:,} records")
         begin = time.perf_counter()
         write(path, chosen.records)
-        facts["write and seal s"] = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         count = replay.open(path).count
-        print(f"{count:,} records, {STEPS:,} steps")
         nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        facts["bytes a record"] = nbytes / count
         for question in QUESTIONS:
+            progress(question.__name__)
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-                found, peak = pool.submit(_asked, question, path).result()
-            facts |= found | {f"peak MB of {question.__name__.removeprefix('time_')}": peak}
-    facts["export, to pyarrow's speed"] = facts["pyarrow s"] / facts["export s"]
-    facts["the same, of the processor"] = facts["pyarrow cpu s"] / facts["export cpu s"]
-    for fact, value in facts.items():
-        print(f"{fact:36} {value:12,.3f} {BARS.get(fact, '')}")
+                answers += pool.submit(_asked, question, path).result()
+        exports = {f"{file.stem} MB": file.stat().st_size / 1e6 for file in sorted(path.parent.glob("*.parquet"))}
+        found = replay.open(path).records(where="absmax > 100").num_rows
+    size: Row = {"records": count, "steps": STEPS, "write and seal s": seconds, "bytes a record": nbytes / count}
+    size |= {"by statistics": found} | exports
+    tables = {"answers": answers, "a trace of statistics": [size]}
+    finish("records", tables, began, as_json=chosen.json, keep=chosen.keep)
 
 
 if __name__ == "__main__":

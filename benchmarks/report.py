@@ -22,8 +22,11 @@ PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 LIMIT_S = 900
 PARTS = {
     "peers": (("peers",), ("peers", "mlp", "--rounds", "1", "--steps", "1", "--way", "hookrec")),
+    "overhead": (("__main__",), ("__main__", "mlp", "--rounds", "1", "--steps", "1")),
     "linear": (("linear",), ("linear", "--small")),
     "reading": (("reading",), ("reading", "--small")),
+    "records": (("records", "--records", "10000000"), ("records", "--records", "160000")),
+    "memory": (("memory",), ("memory", "--steps", "20")),
 }
 """Of each part the module and its arguments, and those with which it takes seconds."""
 Tables = dict[str, list[Row]]

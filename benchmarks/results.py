@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 FOLDER = Path(__file__).parent / "results"
 _PACKAGES = ("torch", "numpy", "pyarrow", "zarr", "h5py", "safetensors", "tensorstore", "torchlens", "nnsight")
 
@@ -23,6 +21,8 @@ Row = dict[str, Any]
 
 def facts() -> dict[str, Any]:
     """Return machine, versions, command, time and load."""
+    import torch
+
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -35,6 +35,11 @@ def facts() -> dict[str, Any]:
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "load": round(os.getloadavg()[0], 2),
     }
+
+
+def progress(text: str) -> None:
+    """Say on stderr what is measured next."""
+    print(f"  {time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 def show(rows: list[Row]) -> None:
@@ -63,17 +68,22 @@ def text(value: object) -> str:
 
 def finish(name: str, tables: dict[str, list[Row]], began: dict[str, Any], *, as_json: bool, keep: bool) -> None:
     """Print tables, or all as JSON, and keep them where that is wanted."""
-    document = {**began, "tables": tables}
+    document = {**began, "tables": {title: [_numbers(row) for row in rows] for title, rows in tables.items()}}
     if as_json:
         print(json.dumps(document, indent=1))
     else:
-        print(f"{began['processor']}, {began['cores']} cores, load {began['load']}, torch {torch.__version__}")
-        for title, rows in tables.items():
+        print(f"{began['processor']}, {began['cores']} cores, load {began['load']}, {began['threads']} threads")
+        for title, rows in document["tables"].items():
             print(f"\n{title}")
             show(rows)
     if keep:
         FOLDER.mkdir(exist_ok=True)
         (FOLDER / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def _numbers(row: Row) -> Row:
+    """JSON has no NaN."""
+    return {name: None if value != value else value for name, value in row.items()}
 
 
 def _processor() -> str:

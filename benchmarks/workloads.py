@@ -91,7 +91,7 @@ def resnet() -> Workload:
 
 WORKLOADS = {"mlp": mlp, "gpt": gpt, "resnet": resnet}
 RECORDS = {"mlp": 82, "gpt": 92, "resnet": 130}
-STEPS = {"mlp": 300, "gpt": 10, "resnet": 8}
+STEPS = {"mlp": 100, "gpt": 4, "resnet": 4}
 
 
 def train_step(loss: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Tensor:

@@ -1,6 +1,7 @@
 """The benchmarks run, at sizes too small to say anything, and measure each thing that they name."""
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -8,9 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 import replay
-from benchmarks import large
+from benchmarks import floors, large
+from benchmarks.__main__ import DEFAULT
+from benchmarks.memory import own_bytes
 from replay.verify import verify
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +64,45 @@ def test_each_reader_reads_what_was_recorded(tmp_path):
     assert all(row["cold GB/s"] > 0 and row["warm GB/s"] > 0 for row in layers)
 
 
+@pytest.mark.slow
+def test_each_question_has_its_answer_and_a_floor(tmp_path):
+    tables = measured(tmp_path, "records", "--records", "160000")["tables"]
+
+    answers = [row["what"] for row in tables["answers"]]
+    assert [what for what in answers if not what.startswith("pyarrow")] == [
+        "open",
+        "filter by statistics",
+        "filter for the one with NaN",
+        "filter by layer and steps",
+        "export",
+    ]
+    assert len(answers) == 5 + 4
+    (size,) = tables["a trace of statistics"]
+    assert (size["records"], size["steps"]) == (160_000, 10_000)
+    assert 0 < size["by statistics"] < 160_000
+    assert 20 < size["bytes a record"] < 60
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_training_and_of_the_writer(tmp_path):
+    (table,) = measured(tmp_path, "memory", "--steps", "20", "--ring", "64MB")["tables"].values()
+
+    above, writer, bare = (row["MB at the end"] for row in table)
+    assert above < 64
+    assert writer > 5
+    assert bare > 50
+    assert [row["ring MB"] for row in table] == [64, 64, None]
+
+
+def test_the_memory_of_a_process_grows_by_what_it_holds_alone():
+    before = own_bytes(os.getpid())
+    held = np.ones(20_000_000, np.uint8)
+    with mmap.mmap(-1, 20_000_000, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE):
+        after = own_bytes(os.getpid())
+
+    assert held.nbytes - 2_000_000 < after - before < held.nbytes + 2_000_000
+
+
 def test_the_large_trace_is_one_that_was_recorded_whole(tmp_path, monkeypatch):
     for name, value in {"STEPS": 200, "LAYERS": 4, "WITH_TENSORS": 2, "SHAPE": (8, 8)}.items():
         monkeypatch.setattr(large, name, value)
@@ -79,3 +123,40 @@ def test_a_command_that_says_nothing_for_long_or_needs_much_is_seen():
     assert (quick.ended, quick.missed) == ("0", "")
     assert silent.ended == "stopped"
     assert wide.mb > 300
+
+
+@pytest.mark.slow
+def test_each_mode_has_a_row_with_the_floors_beside_it(tmp_path):
+    tables = measured(tmp_path, "__main__", "mlp", "--rounds", "1", "--steps", "2")["tables"]
+
+    rows = {row["mode"]: row for row in tables["mlp"]}
+    assert list(rows) == list(DEFAULT["mlp"])
+    assert all(row["ratio"] > 0 for row in rows.values())
+    assert rows["full"]["stored"] == 1
+    assert rows["copy and write"]["stored"] is None
+
+
+def test_the_floor_copies_and_writes_the_bytes_of_each_output_and_gradient(tmp_path):
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Tanh())
+    x, page = torch.randn(1, 1000), 4096
+    expected = []
+    for step in range(3):
+        with torch.no_grad():
+            hidden = (x + step) @ model[0].weight.T + model[0].bias
+        output = hidden.tanh()
+        expected += [hidden, output, torch.ones_like(output), 1 - output**2]
+
+    with floors.written(model, tmp_path / "bytes", nbytes=5 * page) as end:  # a step takes four pages
+        for step in range(3):
+            model(x + step).sum().backward()
+            end()
+
+    data = np.fromfile(tmp_path / "bytes", np.float32).reshape(-1, page // 4)[:, :1000]
+    np.testing.assert_allclose(data, torch.cat(expected).numpy(), rtol=1e-3, atol=1e-5)
+
+
+def test_a_step_larger_than_the_floor_s_memory_is_refused(tmp_path):
+    model = nn.Linear(1000, 1000)
+
+    with pytest.raises(ValueError, match="give it more memory"), floors.written(model, tmp_path / "bytes", nbytes=4096):
+        model(torch.randn(1, 1000)).sum().backward()
