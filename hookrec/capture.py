@@ -6,6 +6,9 @@ begun, in the order of the device's work: `device_copies`. Everything else goes 
 which knows strides and devices, and the statistics are taken of the copy. Of a tensor that is stored in part, its first
 rows or in a smaller dtype, the statistics are taken of the whole first.
 
+Where its elements are counted by their exponents, these counts are a small tensor, which is recorded in a stream of its
+own right behind it.
+
 Nothing here is differentiable, draws a random number or keeps a tensor of the model alive.
 """
 
@@ -22,7 +25,10 @@ from hookrec.choices import Choices
 from hookrec.device_copies import AWAITED, DeviceCopies, Measured
 from hookrec.plan import Plan
 from hookrec.ring import KEPT, LARGER_THAN_RING, NOT_ASKED, RING_FULL, ROW, ROW_BYTES, Ring
-from hookrec.statistics import NATIVE_DTYPES, STATISTICS, describe, load_native, measure
+from hookrec.statistics import EXPONENTS, NATIVE_DTYPES, STATISTICS, count_exponents, describe, load_native, measure
+
+COUNTS_KIND = "exponents"
+"""Of the streams that hold counts; their path says of what."""
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
@@ -49,6 +55,8 @@ class Capture:
         self._not_asked: set[int] = set()
         self._placed = plan.tensors  # whether streams get a place in the store: from the first plan with tensors on
         self._parts: dict[int, _Part] = {}  # by the number of a stream whose tensors are stored in part
+        self._counts_of: dict[int, int] = {}  # by the number of a stream, that of the stream of its counts
+        self._count_streams: set[int] = set()
         self._native = load_native()
         for number, facts in enumerate(ring.earlier_streams):
             ring.streams[self._key_of(facts) or number] = facts
@@ -58,7 +66,7 @@ class Capture:
         # The rows are written by address, so the buffer must never be resized: the export of it sees to that.
         self._rows = (ctypes.c_char * len(ring.rows)).from_buffer(ring.rows)
         self._statistics_address = ctypes.addressof(self._rows) + ROW.size
-        self._scratch = ctypes.create_string_buffer(STATISTICS.size)
+        self._counts = torch.zeros(len(EXPONENTS), dtype=torch.int64)
 
     def _key_of(self, facts: dict[str, Any]) -> tuple[object, ...] | None:
         """Return the key of an earlier stream; None if it takes no records of this attempt."""
@@ -85,12 +93,25 @@ class Capture:
             # One call gives the number and announces it, so that Ctrl-C cannot come between.
             known = streams.setdefault((placed, *key), {"id": len(streams), "placed": placed, **facts})
             number: int = known["id"]
+            if choice.exponents and dtype.is_floating_point:
+                self._counts_of[number] = self._stream_of_counts(layer, f"{kind}.{path}" if path else kind, shape)
             if part is not None:
                 self._parts[number] = part
             if self._choices is not None:
                 self._ruled[number] = choice
                 if not choice.keeps_tensors(self._step):
                     self._not_asked.add(number)
+        return number
+
+    def _stream_of_counts(self, layer: str, path: str, whole: torch.Size) -> int:
+        """Return the number of the stream of the counts of tensors of a shape."""
+        dtype = _dtype_of_counts(whole.numel())
+        shape = (len(EXPONENTS),)
+        facts = {"layer": layer, "kind": COUNTS_KIND, "path": path, "dtype": DTYPE_NAMES[dtype], "shape": list(shape)}
+        streams = self._ring.streams
+        key = (True, layer, COUNTS_KIND, path, dtype, torch.Size(shape), DTYPE_NAMES[dtype], shape)
+        number: int = streams.setdefault(key, {"id": len(streams), "placed": True, **facts})["id"]
+        self._count_streams.add(number)
         return number
 
     def record(self, stream: int, tensor: Tensor, call: Call) -> Fingerprint:
@@ -112,6 +133,12 @@ class Capture:
             kept, offset = self._keep_this_step, 0
             if self._not_asked and stream in self._not_asked:
                 kept = NOT_ASKED
+            counts_stream = address_of_counts = None
+            if self._counts_of:
+                if (counts_stream := self._counts_of.get(stream)) is not None:
+                    address_of_counts = self._counts.data_ptr()
+                elif kept == NOT_ASKED and stream in self._count_streams:
+                    kept = ring.control.stop_tensors
             if kept == KEPT:
                 if nbytes == 0:
                     pass
@@ -132,11 +159,13 @@ class Capture:
             measured = None
             if self._native is not None and code is not None and tensor.is_cpu and is_plain(tensor):
                 destination = self._memory_address + into if into else None
-                checksum = self._native(tensor.data_ptr(), destination, tensor.numel(), code, address, into != 0)
+                checksum = self._native(
+                    tensor.data_ptr(), destination, tensor.numel(), code, address, into != 0, address_of_counts
+                )
             elif measured := self._record_on_device(tensor, part, row, offset, nbytes):
                 checksum = -1
             else:
-                checksum = self._record_by_torch(tensor, into, nbytes, row, code, address)
+                checksum = self._record_by_torch(tensor, into, nbytes, row, code, address, address_of_counts)
             if part is not None and offset and measured is None:
                 self._store_part(tensor, part, offset)
             begin_row = row * ROW_BYTES
@@ -145,7 +174,20 @@ class Capture:
             ring.part.count = row + 1
             self.records += 1
             self.seconds += time.perf_counter() - begin
-            return measured or bytes(ring.rows[begin_row + ROW.size : begin_row + ROW_BYTES])
+            statistics = measured or bytes(ring.rows[begin_row + ROW.size : begin_row + ROW_BYTES])
+            if counts_stream is not None:
+                natively = self._native is not None and code is not None and measured is None
+                self._record_counts(counts_stream, tensor, call, counted=natively and tensor.numel() > 0)
+            return statistics
+
+    def _record_counts(self, stream: int, tensor: Tensor, call: Call, *, counted: bool) -> None:
+        """Record how many elements of a tensor there are of each exponent; whether the kernel has just counted them."""
+        begin = time.perf_counter()
+        with torch.no_grad():
+            counts = self._counts if counted else count_exponents(tensor.detach())
+            counts = counts.to(_dtype_of_counts(tensor.numel()))
+        self.seconds += time.perf_counter() - begin
+        self.record(stream, counts, call)
 
     def _record_on_device(
         self, tensor: Tensor, part: "_Part | None", row: int, offset: int, nbytes: int
@@ -167,7 +209,14 @@ class Capture:
         return measured
 
     def _record_by_torch(
-        self, tensor: Tensor, offset: int, nbytes: int, row: int, code: int | None, address: int
+        self,
+        tensor: Tensor,
+        offset: int,
+        nbytes: int,
+        row: int,
+        code: int | None,
+        address: int,
+        address_of_counts: int | None,
     ) -> int:
         """Copy what is not contiguous, or not on the CPU, and describe the copy; return its checksum or -1."""
         with torch.no_grad():
@@ -178,7 +227,9 @@ class Capture:
             elif self._native is not None and code is not None:
                 values = values.cpu().resolve_conj().resolve_neg().contiguous()
             if self._native is not None and code is not None and values.numel():
-                checksum: int = self._native(values.data_ptr(), None, values.numel(), code, address, offset != 0)
+                checksum: int = self._native(
+                    values.data_ptr(), None, values.numel(), code, address, offset != 0, address_of_counts
+                )
                 return checksum
             begin = row * ROW_BYTES + ROW.size
             self._ring.rows[begin : begin + STATISTICS.size] = describe(values)
@@ -203,15 +254,18 @@ class Capture:
 
         Returns:
             Whether the number of each stream is to be asked for again: those for which the store has no place cannot
-            take tensors, and rules say what is stored.
+            take tensors, rules say what is stored, and counts have streams of their own.
         """
         self._wait = plan.when_full == "block"
-        self._plan = plan
+        before, self._plan = self._plan, plan
         anew = (plan.tensors and not self._placed) or choices is not None or self._choices is not None
+        anew |= plan.exponents != before.exponents
         self._placed |= plan.tensors
         self._choices = choices
         self._ruled.clear()
         self._not_asked.clear()
+        if anew:
+            self._counts_of.clear()
         return anew
 
     def begin_step(self, step: int) -> None:
@@ -246,6 +300,10 @@ class _Part:
         self.dtype = dtype
         self.shape = shape
         self.nbytes = dtype.itemsize * shape.numel()
+
+
+def _dtype_of_counts(numel: int) -> torch.dtype:
+    return torch.int32 if numel < 2**31 else torch.int64
 
 
 def is_plain(tensor: Tensor) -> bool:

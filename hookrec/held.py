@@ -130,7 +130,8 @@ class Held:
         for part, fate in due:
             if fate is not Fate.KEEP:
                 rows = part.message[1]
-                rows["kept"][rows["kept"] == KEPT] = _CODES[fate]
+                gone = (rows["kept"] == KEPT) & ~self._triggers.are_counts(rows)  # those are small, and of each step
+                rows["kept"][gone] = _CODES[fate]
         if due or needed:
             self._writer.take([part.message for part, _ in due], needed=needed)
 

@@ -25,7 +25,10 @@ CLOCKS = ("optimizer", "forward", "manual")
 
 LEAST_RING_BYTES = 10**6
 
-CHANGEABLE = ("layers", "containers", "kinds", "every", "steps", "tensors", "tensor_steps", "when_full", "rules")
+CHANGEABLE = (
+    *("layers", "containers", "kinds", "every", "steps", "tensors", "tensor_steps", "exponents"),
+    *("when_full", "rules"),
+)
 """What may be changed while a recording is under way; the rest is settled when the writer begins."""
 
 TENSOR_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -36,7 +39,7 @@ _OF_BATCH = ("output", "grad_output", "input", "grad_input")
 _OF_TENSORS = ("tensor_steps", "tensor_dtype", "tensor_rows")
 _OF_FLIGHT = ("after", "triggers", "trigger_rest", "trigger_limit", "signals")
 
-_OF_RULES = ("record", "tensors", "every", "steps", "tensor_steps", "tensor_dtype", "tensor_rows")
+_OF_RULES = ("record", "tensors", "every", "steps", "tensor_steps", "tensor_dtype", "tensor_rows", "exponents")
 _NONE = "none"  # TOML has no word of its own for it
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -87,6 +90,8 @@ class Plan:
         tensor_steps: of the recorded steps those whose tensors are kept, written likewise.
         tensor_dtype: store tensors of wider floating dtypes in this one; statistics are of what was there.
         tensor_rows: store that many rows of each activation and gradient, the first samples of the batch.
+        exponents: whether the elements of each floating tensor are counted by their binary exponents, by which what
+            bf16, fp16 and fp8 would lose is told; also where the tensor is not kept.
         store: layout on the disk.
         compression: how the writer compresses the tensors, if it does.
         ring_bytes: shared memory between the training and the writer, a megabyte at least.
@@ -116,6 +121,7 @@ class Plan:
     tensor_steps: str = ALL_STEPS
     tensor_dtype: str | None = None
     tensor_rows: int | None = None
+    exponents: bool = False
     store: str = "zarr"
     compression: str | None = None
     ring_bytes: int = 512 * 10**6
@@ -268,6 +274,7 @@ def plan_of(
     tensor_steps: str = ALL_STEPS,
     tensor_dtype: str | None = None,
     tensor_rows: int | None = None,
+    exponents: bool = False,
     store: str = "zarr",
     compression: str | None = None,
     ring: str | int = "512MB",
@@ -303,6 +310,7 @@ def plan_of(
         tensor_steps=tensor_steps,
         tensor_dtype=tensor_dtype,
         tensor_rows=tensor_rows,
+        exponents=_boolean("exponents", exponents),
         store=store,
         compression=compression,
         ring_bytes=parse_bytes(ring),
@@ -425,8 +433,9 @@ def _as_rule(what: str, rule: Mapping[str, Any]) -> Rule:
     for name in ("tensor_dtype", "tensor_rows"):
         if options.get(name) == _NONE:
             options[name] = None
-    if "tensors" in options:
-        _boolean(f"tensors of {what}", options["tensors"])
+    for name in ("tensors", "exponents"):
+        if name in options:
+            _boolean(f"{name} of {what}", options[name])
     record = _boolean(f"record of {what}", rule.get("record", True))
     if not options and record:
         raise AttachError(f"{what} says nothing; it may have {', '.join(_OF_RULES)}.")

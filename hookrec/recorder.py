@@ -49,6 +49,7 @@ def attach(
     tensor_steps: str = ":",
     tensor_dtype: str | None = None,
     tensor_rows: int | None = None,
+    exponents: bool = False,
     store: str = "zarr",
     compression: str | None = None,
     ring: str | int = "512MB",
@@ -96,6 +97,9 @@ def attach(
             range infinite), "float8_e4m3fn" or "float8_e5m2". The statistics are those of the tensor itself.
         tensor_rows: store so many rows (of the first dimension, the samples of most batches) of each output, input and
             gradient of these. The statistics are those of all rows.
+        exponents: count the elements of each floating tensor by their binary exponents, also where the tensor itself is
+            not kept: about a kilobyte a record, by which `Trace.exponents` and `replay plot --exponents` tell what
+            bfloat16, float16 and float8 would lose.
         store: layout of the tensors on the disk, "zarr" or "hdf5".
         compression: "zstd", "lz4" or "blosc" (zstd of shuffled bytes), by the writer; without loss. None for none.
         ring: shared memory between the training and the writer process, in bytes or as "512MB".
@@ -120,8 +124,8 @@ def attach(
         signals: names of signals that are triggers, such as "SIGUSR1"; earlier handlers are called as before.
         rules: what is recorded otherwise of some layers and kinds, each a dict such as `{"layers": "encoder.*",
             "kinds": "output", "every": 10, "tensor_rows": 4}`, with any of `every`, `steps`, `tensors`, `tensor_steps`,
-            `tensor_dtype` and `tensor_rows`, or `{"layers": "head", "record": False}`. The last rule that matches a
-            record decides; what it does not say is as the other arguments have it.
+            `tensor_dtype`, `tensor_rows` and `exponents`, or `{"layers": "head", "record": False}`. The last rule that
+            matches a record decides; what it does not say is as the other arguments have it.
         transform: functions by globs over layer names, of which the last that matches is called with layer, kind and a
             clone of each tensor that is recorded. The tensor that it returns, if it does, is recorded as well, as layer
             `encoder.0/function`. Also as "module:function". It must not call the model.
@@ -147,6 +151,7 @@ def attach(
         tensor_steps=tensor_steps,
         tensor_dtype=tensor_dtype,
         tensor_rows=tensor_rows,
+        exponents=exponents,
         store=store,
         compression=compression,
         ring=ring,

@@ -6,9 +6,12 @@ read as a dead layer. Sums run in float64 about a shift, so a small
 spread about a large mean is not lost, and squares of half-precision values do not overflow. Integers go through
 float64: their extremes are exact up to 2^53, and rounded to it beyond.
 
+On request the elements of a floating tensor are counted by their binary exponents: that of x is the e for which
+2**e <= abs(x) < 2**(e + 1). From these counts underflow and overflow in narrower dtypes can be told.
+
 There are two ways to the same numbers. For tensors on the CPU the native kernel makes them in one pass
-(`native/capture.c`); `measure` has plain torch operations for every other device and dtype, and for an installation
-without the kernel.
+(`native/capture.c`); `measure` and `count_exponents` have plain torch operations for every other device and dtype, and
+for an installation without the kernel.
 """
 
 import contextlib
@@ -27,6 +30,8 @@ FIELDS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero", "min", "max", "abs
 STATISTICS = struct.Struct("<5q6d")
 NOTHING = STATISTICS.pack(0, 0, 0, 0, 0, *[math.nan] * 6)
 """The statistics of a tensor without elements."""
+EXPONENTS = range(-150, 129)
+"""Exponents that are counted; float64 has smaller ones, counted at the first, and larger ones, counted at the last."""
 _PIECE = 1 << 22
 """Elements that plain torch operations take at once: in float64 they need several times the memory."""
 
@@ -44,10 +49,11 @@ NATIVE_DTYPES: dict[torch.dtype, int] = {
 def load_native() -> Any:
     """Return the kernel, or None if it was not built.
 
-    `capture(source, destination, numel, dtype, statistics, with_checksum)` takes addresses and numbers; either of
-    `destination` and `statistics` may be None. It returns the CRC-32C of the bytes, or -1 if that was not asked for, or
-    the processor has no instruction for it. `HOOKREC_NATIVE=0` in the environment stands for an installation without
-    it. Tensors of several hundred kilobytes are shared out among torch's own threads.
+    `capture(source, destination, numel, dtype, statistics, with_checksum, exponents)` takes addresses and numbers; each
+    of `destination`, `statistics` and `exponents`, int64 of shape `(279,)`, may be None. It returns the CRC-32C of the
+    bytes, or -1 if that was not asked for, or the processor has no instruction for it. `HOOKREC_NATIVE=0` in the
+    environment stands for an installation without it. Tensors of several hundred kilobytes are shared out among torch's
+    own threads.
     """
     path = Path(__file__).with_name("native") / "libcapture.so"
     if os.environ.get("HOOKREC_NATIVE") == "0" or not path.exists():
@@ -68,6 +74,7 @@ def load_native() -> Any:
         ctypes.c_int32,
         ctypes.c_void_p,
         ctypes.c_int32,
+        ctypes.c_void_p,
     ]
     capture.restype = ctypes.c_int64
     return capture
@@ -88,7 +95,7 @@ def describe(tensor: Tensor, *, native: bool = True) -> bytes:
         if capture is not None and code is not None and values.is_cpu:
             values = values.resolve_neg().contiguous()
             out = ctypes.create_string_buffer(STATISTICS.size)
-            capture(values.data_ptr(), None, values.numel(), code, out, 0)
+            capture(values.data_ptr(), None, values.numel(), code, out, 0, None)
             return out.raw
         if values.numel() == 0:
             return NOTHING
@@ -130,6 +137,26 @@ def measure(values: Tensor) -> Tensor:
     found = torch.where(total > 0, torch.stack(measures), math.nan)
     numel = torch.full((1,), values.numel(), dtype=torch.int64, device=values.device)
     return torch.cat([numel, counts.to(torch.int64), found.view(torch.int64)])
+
+
+def count_exponents(values: Tensor) -> Tensor:
+    """Count the elements of a floating tensor by their exponents where it is; nothing waits for its device.
+
+    Returns:
+        Integers of shape `(279,)` on its device, one for each of `EXPONENTS`. What is 0, NaN or infinite is in none.
+    """
+    counts = torch.zeros(len(EXPONENTS) + 1, dtype=torch.int64, device=values.device)
+    for piece in torch.split(values.reshape(-1), _PIECE):
+        x = _wide(piece)
+        exponents = torch.frexp(x).exponent.to(torch.int64) - 1
+        at = exponents.clamp(EXPONENTS[0], EXPONENTS[-1]) - EXPONENTS[0]
+        at = torch.where(x.isfinite() & (x != 0), at, len(EXPONENTS))
+        if values.is_cpu:
+            counts += torch.bincount(at, minlength=len(counts))
+        else:  # there it waits for the device, and what adds in any order may be forbidden
+            ends = torch.arange(len(counts), device=values.device)
+            counts += torch.searchsorted(at.sort().values, ends, right=True).diff(prepend=ends[:1])
+    return counts[:-1]
 
 
 def _wide(piece: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hookrec.attempt import Attempt
 from hookrec.conditions import Condition, Judged
-from replay.format import MODES, SCALARS_FILE, TRIGGERS_FILE, whole_lines
+from replay.format import EXPONENTS_KIND, MODES, SCALARS_FILE, TRIGGERS_FILE, whole_lines
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Triggers:
         self._rest, self._limit = plan["trigger_rest"], plan["trigger_limit"]
         self._columns = sorted({name for state in self._states for name in state.condition.columns})
         self._streams: dict[str, list[str]] = {name: [] for name in ("layer", "kind", "path", "dtype")}
+        self._counts: list[int] = []  # streams of counts, which no condition is about
         self._open = _Step()
         self._waiting: dict[int, _Step] = {}  # steps whose numbers may still come
         self._reasons: list[Fired] = []
@@ -92,10 +93,16 @@ class Triggers:
             found = stream if isinstance(stream, dict) else vars(stream)
             for name, values in self._streams.items():
                 values.append(found[name])
+            if found["kind"] == EXPONENTS_KIND:
+                self._counts.append(len(self._streams["kind"]) - 1)
+
+    def are_counts(self, rows: NDArray[Any]) -> NDArray[np.bool_]:
+        """Return which rows are no tensors of the training, but counts of exponents."""
+        return np.isin(rows["stream"], self._counts) if self._counts else np.zeros(len(rows), bool)
 
     def see(self, rows: NDArray[Any], facts: Mapping[str, Any]) -> None:
         """Take a part of the step under way."""
-        if len(rows) and self._states:
+        if self._states and len(rows := rows[~self.are_counts(rows)]):
             self._open.rows.append(rows)
         for line in facts.get("scalars", ()):
             step = self._waiting.setdefault(line["step"], _Step())

@@ -8,10 +8,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.compute
 
 from replay.dropping import read_dropped
 from replay.errors import TraceDamaged
-from replay.format import STREAMS_FILE, Stream, whole_lines
+from replay.format import EXPONENTS_KIND, STREAMS_FILE, Stream, whole_lines
 from replay.log_following import Following
 from replay.ranks import ranks_of
 from replay.records import check_rows, described
@@ -44,7 +45,9 @@ class Follower:
         return {number: rank.directory for number, rank in self._ranks.items()}
 
     def read(self) -> Iterator[pa.Table]:
-        """Yield new records, rank by rank, in the order of execution: the columns of `Trace.records`.
+        """Yield new records but those of kind `exponents`, rank by rank, in the order of execution.
+
+        They have the columns of `Trace.records`.
 
         Raises:
             TraceDamaged: a file is not what the format says. The other ranks were read before this is raised.
@@ -78,16 +81,18 @@ class _Rank:
         return self._log.place if self._held is None else self._held[0]
 
     def read(self) -> pa.Table:
-        if self._held is None:
-            before = self._log.place
-            table = self._log.read()
-            if not len(table):
-                return table
-            self._held = before, table
-        # What cannot be described now is held until it can: over NFS, a stream may be seen after its records.
-        records = self._described(self._held[1])
-        self._held = None
-        return records
+        while True:
+            if self._held is None:
+                before = self._log.place
+                table = self._log.read()
+                if not len(table):
+                    return table
+                self._held = before, table
+            # What cannot be described now is held until it can: over NFS, a stream may be seen after its records.
+            records = self._described(self._held[1])
+            self._held = None
+            if len(records):
+                return records
 
     def _described(self, table: pa.Table) -> pa.Table:
         last = int(table["stream"].to_numpy().max())
@@ -97,4 +102,7 @@ class _Rank:
             self._streams += [Stream.from_json(line, path) for line in lines]
             self._streams_end = end
         check_rows(table, len(self._streams), self.directory)
+        counts = [stream.id for stream in self._streams if stream.kind == EXPONENTS_KIND]
+        if counts:
+            table = table.filter(~pa.compute.field("stream").isin(pa.array(counts, pa.int32())))
         return described(table, self._streams, self.number, read_dropped(self.directory).kept(table))

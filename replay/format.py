@@ -44,6 +44,10 @@ DAEMON_DIRECTORY = ".hookrec-daemon"
 DAEMON_LOCK_FILE = "lock"
 
 KINDS = ("output", "grad_output", "input", "grad_input", "param", "param_grad", "param_grad_acc", "update")
+EXPONENTS_KIND = "exponents"
+"""Of records that hold how many elements another record has of each exponent; their path says which."""
+EXPONENTS = range(-150, 129)
+"""The exponents that are counted. The first stands for all that are smaller too, the last for all that are larger."""
 MODES = ("train", "eval")
 
 STATISTICS = ("numel", "n_nan", "n_posinf", "n_neginf", "n_zero", "min", "max", "absmax", "mean", "std", "l2")

@@ -19,7 +19,7 @@ from replay.dropping import Dropped, read_dropped
 from replay.errors import NotRecorded, TraceDamaged
 from replay.files import checksum
 from replay.filters import Globs, Steps, matches, steps_condition
-from replay.format import KEPT, RECORD_SCHEMA, STATISTICS, WHY_NOT_KEPT, Stream, numpy_dtype
+from replay.format import EXPONENTS_KIND, KEPT, RECORD_SCHEMA, STATISTICS, WHY_NOT_KEPT, Stream, numpy_dtype
 from replay.log import Log
 from replay.log_rows import LogRows
 from replay.query import Part
@@ -66,6 +66,7 @@ class Rank:
         self.store = open_reader(directory)
         self.streams: list[Stream] = []
         self._streams_end = 0  # the byte behind the last line of the table that was read
+        self._counts: list[int] = []  # streams that hold counts of exponents
         self._keys: dict[tuple[str, str, str], int] = {}
         self._key_of_stream: list[int] = []
         self.dropped = Dropped()
@@ -79,6 +80,8 @@ class Rank:
         new, self._streams_end = further_streams(self.directory, len(self.streams), self._streams_end)
         self.streams = [*self.streams, *new]
         for stream in new:
+            if stream.kind == EXPONENTS_KIND:
+                self._counts.append(stream.id)
             key = stream.layer, stream.kind, stream.path
             self._key_of_stream.append(self._keys.setdefault(key, len(self._keys)))
         self._places, self._steps = {}, None
@@ -177,13 +180,19 @@ class Rank:
         return self.log.numbered(self._condition(layers, kinds, steps))
 
     def _condition(self, layers: Globs, kinds: Globs, steps: Steps) -> Any:
-        """Return a condition over the columns of the log for pyarrow, or None for all."""
+        """Return a condition over the columns of the log for pyarrow, or None for all.
+
+        Without kinds, all are those of the training: that a layer has 10,000 elements of an exponent is no `absmax`.
+        """
         last = int(max(self.steps(), default=-1)) if isinstance(steps, slice) else -1
         condition = steps_condition(steps, last)
         if layers is not None or kinds is not None:
             wanted = [s.id for s in self.streams if matches(s.layer, layers) and matches(s.kind, kinds)]
             chosen = pa.compute.field("stream").isin(pa.array(wanted, pa.int32()))
             condition = chosen if condition is None else condition & chosen
+        if kinds is None and self._counts:
+            tensors = ~pa.compute.field("stream").isin(pa.array(self._counts, pa.int32()))
+            condition = tensors if condition is None else condition & tensors
         return condition
 
     def records(self, number: int, layers: Globs, kinds: Globs, steps: Steps) -> pa.Table:

@@ -18,7 +18,7 @@ from replay import notebook
 from replay.documents import read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
 from replay.filters import Globs, Names, Steps, check_globs, globs_of
-from replay.format import KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream
+from replay.format import EXPONENTS, EXPONENTS_KIND, KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream
 from replay.history import history
 from replay.log_rows import LogRows
 from replay.query import MODULES, Part, answer, answer_parts, columns_where, found_where, modules_of, rows_where
@@ -279,6 +279,25 @@ class Trace:
                 return part.tensor(places, int(hits[-1]))
         raise self._not_found(part, step, layer, kind, call, path)
 
+    def exponents(
+        self, step: int, layer: str, kind: str = "output", *, call: int = 0, path: str = "", rank: int = 0
+    ) -> NDArray[np.int64]:
+        """Return how many elements of one recorded tensor there are of each binary exponent, as the recorder counted.
+
+        The exponent of x is that e for which 2**e <= abs(x) < 2**(e + 1). What is 0, NaN or infinite has none; how many
+        those are is in the statistics of the record. Arguments and errors are those of `tensor`; there are counts where
+        `exponents=True` was in the plan.
+
+        Returns:
+            Shape `(279,)`: element i is the number of those whose exponent is i - 150. The first counts all smaller
+            ones too, and the last all larger ones; only float64 has such.
+        """
+        where = f"{kind}.{path}" if path else kind
+        counts = self.tensor(step, layer, EXPONENTS_KIND, call=call, path=where, rank=rank)
+        if counts.shape != (len(EXPONENTS),):
+            raise TraceDamaged(f"The exponents of {kind} of layer {layer!r} in {self.path} have shape {counts.shape}.")
+        return counts.astype(np.int64)
+
     def _not_found(self, part: Rank, step: int, layer: str, kind: str, call: int, path: str) -> Exception:
         steps = part.steps()
         if step not in steps:
@@ -313,7 +332,7 @@ class Trace:
 
         Args:
             layers: glob or globs over layer names.
-            kinds: glob or globs over kinds.
+            kinds: glob or globs over kinds; None for all but `exponents`, which is no kind of values.
             steps: a step, a slice of steps, or several steps.
             where: a SQL condition over the columns, such as "n_nan > 0 and kind = 'output'". In SQL, NaN is greater
                 than any number: `l2 > 10` holds of a tensor without a finite element, and `l2 < 10` does not.

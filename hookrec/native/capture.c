@@ -1,4 +1,5 @@
-/* Copies a tensor, computes its statistics and its checksum in one pass over memory.
+/* Copies a tensor, computes its statistics and its checksum, and on request counts its elements by their binary exponents, in
+ * one pass over memory.
  *
  * In plain torch the eleven statistics take about ten passes and ten calls; a training that is recorded at
  * every step pays for each. Here a block of 4 KiB is copied, and while it is in the first cache, counted, then summed in
@@ -431,6 +432,103 @@ static int add_block(
     return checked;
 }
 
+/* --- exponents: how many elements lie between one power of two and the next ------------------------------------------- */
+
+/* What is less than 2^-149, the smallest float32, is counted as 2^LEAST, and what is 2^MOST or more as that: both are float64. */
+#define LEAST (-150)
+#define MOST 128
+#define EXPONENTS (MOST - LEAST + 1)
+/* Neighbours often have the same exponent, and a count that was just stored is slow to load: so each has a table of its own. */
+#define TABLES 4
+
+/* Of a segment: by the eight bits of the exponent in a float32, by the byte of a float8, of float64 by exponents themselves. */
+struct tally {
+    uint32_t counts[TABLES][EXPONENTS + 1]; /* the last is for what has no exponent: 0, NaN and infinity */
+    uint32_t subnormal[EXPONENTS];          /* of float32: those that share one code, by their exponents */
+};
+
+static int is_float(int dtype) {
+    return dtype <= BFLOAT16 || dtype >= FLOAT8_E4M3FN;
+}
+
+/* Of the bits without the sign, which are less than 2^23. Integers alone, since the trainer may have the processor take subnormal
+ * numbers for 0. */
+static int exponent_of_subnormal(uint32_t bits) { return 31 - __builtin_clz(bits) - 149; }
+
+static void tally_floats(const char *floats, int count, struct tally *t) {
+    uint32_t before = 0, small = 0, zeros = 0, bits;
+    for (int k = 0; k < TABLES; k++) before += t->counts[k][0];
+    for (int i = 0; i < count; i++) {
+        memcpy(&bits, floats + 4 * i, 4);
+        t->counts[i % TABLES][bits >> 23 & 255]++;
+    }
+    for (int k = 0; k < TABLES; k++) small += t->counts[k][0];
+    if (small == before) return;
+    for (int i = 0; i < count; i++) {
+        memcpy(&bits, floats + 4 * i, 4);
+        zeros += bits << 1 == 0;
+    }
+    if (small - before == zeros) return;
+    for (int i = 0; i < count; i++) {
+        memcpy(&bits, floats + 4 * i, 4);
+        bits &= 0x7fffffff;
+        if (bits && bits < 0x800000) t->subnormal[exponent_of_subnormal(bits) - LEAST]++;
+    }
+}
+
+static void tally_doubles(const char *doubles, int count, struct tally *t) {
+    for (int i = 0; i < count; i++) {
+        uint64_t bits;
+        memcpy(&bits, doubles + 8 * i, 8);
+        bits &= 0x7fffffffffffffff;
+        int exponent = (int)(bits >> 52) - 1023, at = exponent < LEAST ? LEAST : exponent > MOST ? MOST : exponent;
+        t->counts[i % TABLES][bits == 0 || exponent == 1024 ? EXPONENTS : at - LEAST]++;
+    }
+}
+
+static void tally_block(const char *from, int count, int dtype, const struct functions *f, struct tally *t) {
+    float floats[BLOCK];
+    if (SIZES[dtype] == 1) {
+        for (int i = 0; i < count; i++) t->counts[i % TABLES][(uint8_t)from[i]]++;
+    } else if (dtype == FLOAT64) tally_doubles(from, count, t);
+    else if (dtype == FLOAT32) tally_floats(from, count, t);
+    else {
+        char padded[2 * BLOCK];
+        if (count < BLOCK) { /* the conversions take whole blocks */
+            memset(padded, 0, sizeof padded);
+            memcpy(padded, from, 2 * (size_t)count);
+            from = padded;
+        }
+        if (dtype == BFLOAT16) f->bfloat16_block((const uint16_t *)from, floats);
+        else f->half_block((const uint16_t *)from, floats);
+        tally_floats((const char *)floats, count, t);
+    }
+}
+
+/* Segments are counted by several threads, in any order: sums of integers are the same. */
+static void add_tally(const struct tally *t, int dtype, int64_t *counts) {
+    for (int i = 0; i < EXPONENTS; i++) {
+        int64_t number = 0;
+        int at = i;
+        for (int k = 0; k < TABLES; k++) number += t->counts[k][i];
+        if (t->subnormal[i]) __atomic_fetch_add(counts + i, t->subnormal[i], __ATOMIC_RELAXED);
+        if (number == 0) continue;
+        if (dtype == FLOAT32 || dtype == FLOAT16 || dtype == BFLOAT16) {
+            if (i == 0 || i == 255) continue; /* 0 and subnormal, NaN and infinity */
+            at = i - 127 - LEAST;
+        } else if (dtype != FLOAT64) {
+            double x;
+            char element[8] = {(char)i};
+            int exponent;
+            to_doubles(element, 1, dtype, &x);
+            if (x == 0 || !isfinite(x)) continue;
+            frexp(x, &exponent);
+            at = exponent - 1 - LEAST;
+        }
+        __atomic_fetch_add(counts + at, number, __ATOMIC_RELAXED);
+    }
+}
+
 /* Squares of float64 values may overflow where the values do not: once more, in units of the largest. */
 static void scaled(const char *source, int64_t numel, int dtype, double absmax, struct statistics *out) {
     double block[BLOCK], mean = 0, square = 0, spread = 0;
@@ -535,6 +633,7 @@ struct job {
     int64_t first; /* elements of the first segment, the only one that may be shorter: the others shift a checksum by a known length */
     int dtype, with_statistics, with_checksum, streaming, segments, next;
     uint32_t crc; /* with which the first begins */
+    int64_t *counts; /* by exponent; null if they are not asked for */
     const struct functions *f;
     struct part parts[WAVE];
 };
@@ -545,8 +644,10 @@ static void do_segment(struct job *job, int number) {
     const char *from = job->source + begin * size;
     char *to = job->destination ? job->destination + begin * size : NULL;
     struct sums s;
+    struct tally tally;
     uint32_t crc = number ? 0 : job->crc;
     memset(&s, 0, sizeof s);
+    if (job->counts) memset(&tally, 0, sizeof tally);
     s.min = INFINITY;
     s.max = -INFINITY;
     for (int64_t i = 0; i < numel; i += BLOCK) {
@@ -557,6 +658,7 @@ static void do_segment(struct job *job, int number) {
             to += bytes;
         }
         int checked = 0;
+        if (job->counts) tally_block(from, count, job->dtype, job->f, &tally);
         if (job->with_statistics) checked = add_block(from, count, job->dtype, job->f, &s, job->with_checksum ? &crc : NULL);
 #if defined(__x86_64__)
         if (job->with_checksum && !checked) crc = checksum(crc, from, bytes);
@@ -566,6 +668,7 @@ static void do_segment(struct job *job, int number) {
 #if defined(__x86_64__)
     if (job->streaming) _mm_sfence();
 #endif
+    if (job->counts) add_tally(&tally, job->dtype, job->counts);
     conclude_part(&s, numel, &job->parts[number]);
     job->parts[number].crc = crc;
 }
@@ -585,10 +688,11 @@ static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
 
 void hookrec_run_on(void *gomp_parallel) { memcpy(&parallel, &gomp_parallel, sizeof parallel); }
 
-/* Copy `numel` elements and describe them. `destination` or `out` may be null.
+/* Copy `numel` elements and describe them. `destination`, `out` and `counts` may be null; `counts` has room for EXPONENTS numbers.
  * Returns the CRC-32C of the bytes if `with_checksum`, or -1 if not, or if the processor has no instruction for it. */
 int64_t hookrec_capture(
-    const void *source, void *destination, int64_t numel, int32_t dtype, struct statistics *out, int32_t with_checksum) {
+    const void *source, void *destination, int64_t numel, int32_t dtype, struct statistics *out, int32_t with_checksum,
+    int64_t *counts) {
     int size = SIZES[dtype];
     struct part all;
     struct job job;
@@ -602,6 +706,8 @@ int64_t hookrec_capture(
     job.with_checksum = with_checksum && can_checksum();
     job.streaming = destination != NULL && numel * size >= STREAMING_BYTES;
     job.crc = 0xffffffff;
+    job.counts = is_float(dtype) ? counts : NULL;
+    if (counts != NULL) memset(counts, 0, EXPONENTS * sizeof *counts);
     job.f = functions_of_processor();
     int64_t left = numel;
     do {
