@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from replay.documents import read_identity, read_modules
 from replay.filters import Names, Steps
 from replay.rank import Rank
+from replay.records import Progress
 from replay.trace import Trace
 
 _MOST_ROWS = 100_000
@@ -162,13 +163,18 @@ class Recent(Trace):
         return table.filter(pa.compute.field("step") >= begin) if begin > self._recent_steps[0] else table
 
     def record_parts(
-        self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
+        self,
+        layers: Names = None,
+        kinds: Names = None,
+        steps: Steps = None,
+        where: str | None = None,
+        progress: Progress | None = None,
     ) -> Iterator[pa.Table]:
         """Yield what `Trace.record_parts` does."""
         if where is None and self._begin_of(steps) is not None:
             yield self.records(layers, kinds, steps)
         else:
-            yield from super().record_parts(layers, kinds, steps, where)
+            yield from super().record_parts(layers, kinds, steps, where, progress)
 
     def _begin_of(self, steps: Steps) -> int | None:
         """The step from which on all are wanted, if these are here."""
