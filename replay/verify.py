@@ -272,10 +272,11 @@ class _Rank:
 
     def _joined(self) -> dict[str, Any]:
         if len(self._columns) != 1:
-            empty = np.zeros(0, np.int64)
-            self._columns = [
-                {name: np.concatenate([empty, *(c[name] for c in self._columns)]) for name in COLUMNS_OF_ROWS}
-            ]
+            # Column by column, in their own types, and of each no more than one copy: there may be many millions.
+            joined = {}
+            for name in COLUMNS_OF_ROWS:
+                joined[name] = np.concatenate([part.pop(name) for part in self._columns] or [np.zeros(0, np.int64)])
+            self._columns = [joined]
         return self._columns[0]
 
 
