@@ -3,13 +3,19 @@
 What a dtype would lose is not reckoned from its bits but found by a conversion of every element, so that rounding at
 both ends of its range is that of the dtype. The conversion does not saturate: what is too large becomes infinity, or
 NaN in float8_e4m3fn, which has no infinity.
+
+Where the whole tensor is not stored and its exponents were counted while recording, an element stands for all of one
+exponent: the middle one. That is wrong where a border lies inside of a power of two, and a note says so.
 """
+
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from replay.charts import Chart, Panel, Reach, finite, real, title_name
-from replay.errors import BadQuery
+from replay.errors import BadQuery, NotRecorded, StepNotCommitted
+from replay.format import EXPONENTS
 from replay.printable import printable
 from replay.series import Floats
 from replay.trace import Trace
@@ -25,38 +31,70 @@ def exponents(trace: Trace, step: int, layer: str, kind: str, *, call: int = 0, 
 
     Raises:
         BadQuery: no element of the tensor has an exponent.
-        NotRecorded: the tensor is not there.
+        NotRecorded: neither the tensor is there nor its counts are.
         StepNotCommitted: the step is not there.
     """
-    tensor = real(trace.tensor(step, layer, kind, call=call, path=path, rank=rank)).ravel()
-    known = finite(tensor)
-    sizes = np.abs(known[known != 0])
-    if not len(sizes):
+    key: dict[str, Any] = {"call": call, "path": path, "rank": rank}
+    counted = _counted(trace, step, layer, kind, key)
+    if counted is not None:
+        sizes, weights, numel, zeros = counted
+    else:
+        tensor = real(trace.tensor(step, layer, kind, **key)).ravel()
+        known = finite(tensor)
+        sizes = np.abs(known[known != 0])
+        weights, numel, zeros = np.ones(len(sizes)), len(tensor), len(known) - len(sizes)
+    total = int(weights.sum())
+    if not total:
         raise BadQuery(
-            f"The {kind} of layer {layer!r} at step {step} has {len(tensor):,} elements, of which {len(known):,} are 0 "
+            f"The {kind} of layer {layer!r} at step {step} has {numel:,} elements, of which {zeros:,} are 0 "
             "and none has an exponent."
         )
     found = np.frexp(sizes)[1].astype(np.int64) - 1
     columns = range(int(found.min()), int(found.max()) + 1)
-    shares = np.bincount(found - columns[0]) / len(sizes)
-    notes = [f"Shares are of the {len(sizes):,} elements that are neither 0 nor NaN nor infinite."]
-    for count, what in ((len(known) - len(sizes), "0"), (len(tensor) - len(known), "NaN or infinite")):
+    shares = np.bincount(found - columns[0], weights) / total
+    notes = [f"Shares are of the {total:,} elements that are neither 0 nor NaN nor infinite."]
+    for count, what in ((zeros, "0"), (numel - zeros - total, "NaN or infinite")):
         if count:
-            notes.append(f"{count:,} of {len(tensor):,} are {what}.")
+            notes.append(f"{count:,} of {numel:,} are {what}.")
+    if counted is not None:
+        notes.append("Counted while recording: each element is taken for the middle of its power of two.")
     panel = Panel("", shares[None], np.zeros((1, len(shares)), bool), ["elements"], columns)
     title = f"Exponents of {printable(kind)} of {title_name(layer)} at step {step}, {printable(trace.path.name)}"
-    reaches = tuple(_reach(name, sizes) for name in _DTYPES)
+    reaches = tuple(_reach(name, sizes, weights) for name in _DTYPES)
     return Chart("bars", title, "share of elements", ("exponent", ""), False, (panel,), tuple(notes), reaches)
 
 
-def _reach(name: str, sizes: Floats) -> Reach:
+def _counted(
+    trace: Trace, step: int, layer: str, kind: str, key: dict[str, Any]
+) -> tuple[Floats, Floats, int, int] | None:
+    """Return sizes, how many elements each stands for, the number of elements and that of zeros, as it was counted.
+
+    None where it was not, or the whole tensor is there.
+    """
+    try:
+        counts = trace.exponents(step, layer, kind, **key)
+    except (NotRecorded, StepNotCommitted):
+        return None
+    rows = trace.records(layer, kind, step).to_pylist()
+    wanted = {"layer": layer, "kind": kind, **key}
+    record = next(row for row in reversed(rows) if all(row[name] == value for name, value in wanted.items()))
+    if record["kept"]:
+        tensor = trace.tensor(step, layer, kind, **key)
+        if (tensor.dtype.name, list(tensor.shape)) == (record["dtype"], list(record["shape"])):
+            return None
+    there = np.flatnonzero(counts)
+    sizes = np.ldexp(1.5, there + EXPONENTS[0])
+    return sizes, counts[there].astype(np.float64), record["numel"], record["n_zero"]
+
+
+def _reach(name: str, sizes: Floats, weights: Floats) -> Reach:
     dtype = np.dtype(getattr(ml_dtypes, name, name))
     limits = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     tiny, normal, largest = (float(x) for x in (limits.smallest_subnormal, limits.smallest_normal, limits.max))
     low, full, high = (int(np.frexp(x)[1]) - 1 for x in (tiny, normal, largest))
     with np.errstate(over="ignore"):
         held = sizes.astype(dtype).astype(np.float64)
-    shares = (np.mean(so) for so in (held == 0, (held > 0) & (held < normal), ~np.isfinite(held)))
+    shares = (np.average(so, weights=weights) for so in (held == 0, (held > 0) & (held < normal), ~np.isfinite(held)))
     lost, coarse, over = map(float, shares)
     return Reach(dtype.name, low, (full, high), lost, coarse, over)
 

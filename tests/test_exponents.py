@@ -59,6 +59,25 @@ def test_a_dtype_loses_what_is_out_of_its_range(trace, name, subnormal, normal, 
     assert (found.lost, found.coarse, found.over) == tuple(n / FINITE for n in (lost, coarse, over))
 
 
+def test_without_the_tensor_the_counts_of_the_recording_are_drawn(trace, tmp_path):
+    model = nn.ModuleDict({"a": nn.Identity(), "zeros": nn.Identity()})
+    with hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0, tensors=False, exponents=True) as recorder:
+        model["a"](torch.tensor(ELEMENTS))
+        model["zeros"](torch.tensor([0.0, torch.nan]))
+        recorder.step()
+    counted = replay.open(tmp_path / "a")
+
+    chart, exact = exponents(counted, 0, "a", "output"), exponents(trace, 0, "a", "output")
+    np.testing.assert_array_equal(chart.panels[0].values, exact.panels[0].values)
+    assert chart.notes[:-1] == exact.notes
+    assert "middle of its power of two" in chart.notes[-1]
+    # 500 is too large for float8_e4m3fn, and 384, the middle of its power of two, is not.
+    assert chart.reaches[:-1] == exact.reaches[:-1]
+    assert (chart.reaches[-1].lost, chart.reaches[-1].over) == (3 / FINITE, 1 / FINITE)
+    with pytest.raises(replay.BadQuery, match="2 elements, of which 1 are 0 and none has an exponent"):
+        exponents(counted, 0, "zeros", "output")
+
+
 def test_what_is_lost_is_said_in_words(trace):
     by_name = {reach.name: verdict(reach) for reach in exponents(trace, 0, "a", "output").reaches}
 
