@@ -8,8 +8,10 @@ What was not measured is listed as that, never left out. Parts are named in `PAR
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,11 @@ def measure(part: str, results: Path, *, small: bool) -> None:
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json"]
     print(f"{part}: {' '.join(command[1:])}", file=sys.stderr, flush=True)
     begin = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
+    # What a part leaves that takes too long and is killed goes with the folder.
+    with tempfile.TemporaryDirectory(prefix="hookrec-benchmark-", ignore_cleanup_errors=True) as folder:
+        environment = os.environ | {"TMPDIR": folder}
+        pipe = subprocess.PIPE
+        done = subprocess.run(command, stdout=pipe, text=True, timeout=LIMIT_S, check=True, env=environment)
     document = json.loads(done.stdout)
     results.mkdir(parents=True, exist_ok=True)
     (results / f"{part}.json").write_text(json.dumps(document, indent=1) + "\n")
