@@ -3,19 +3,20 @@
 Each part is a command of its own, in a process of its own, and leaves one JSON file; the page is made of the files that
 are there. So a part can be measured again without the others, and `--render` makes the page again without measuring.
 What was not measured is listed as that, never left out. Parts are named in `PARTS`, the bars that they are held to in
-`BARS`.
+`benchmarks.bars`.
 """
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import BARS, SHOWN_BY_TESTS, Bar, Tables
 from benchmarks.results import FOLDER, Row, text
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
@@ -29,84 +30,6 @@ PARTS = {
     "memory": (("memory",), ("memory", "--steps", "20")),
 }
 """Of each part the module and its arguments, and those with which it takes seconds."""
-Tables = dict[str, list[Row]]
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A number to reach, and the floor that stands beside it where it is missed."""
-
-    what: str
-    part: str
-    limit: float
-    least: bool
-    found: Callable[[Tables], float]
-    floor: Callable[[Tables], str] = lambda tables: ""
-
-    def met(self, value: float) -> bool:
-        """Return whether a value reaches the bar."""
-        return value >= self.limit if self.least else value <= self.limit
-
-
-def one(rows: list[Row], column: str, **where: object) -> Any:
-    """Return a cell of the only row in which other columns have these values.
-
-    Raises:
-        LookupError: there is no such row, or more than one.
-    """
-    found = [row for row in rows if all(row[name] == value for name, value in where.items())]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} rows have {where}")
-    return found[0][column]
-
-
-def _way(workload: str, way: str, column: str) -> Callable[[Tables], float]:
-    return lambda tables: one(tables[workload], column, way=way)
-
-
-def _layer(store: str, reader: str, column: str) -> Callable[[Tables], float]:
-    return lambda tables: one(tables["one layer of 4 MB tensors"], column, store=store, reader=reader)
-
-
-def _tensor(store: str, reader: str) -> Callable[[Tables], float]:
-    return lambda tables: one(tables["one tensor of 8 KB, warm"], "us", store=store, reader=reader)
-
-
-BARS = (
-    *(Bar(f"{name}, full, × bare", "peers", 1.25, False, _way(name, "hookrec", "ratio")) for name in ("gpt", "resnet")),
-    *(
-        Bar(f"{name}, torch.save in hooks, × bare", "peers", 1.9, True, _way(name, "torch.save a tensor", "ratio"))
-        for name in ("gpt", "resnet")
-    ),
-    *(
-        Bar(f"{name}, statistics, × bare", "peers", 1.06, False, _way(name, "hookrec statistics", "ratio"))
-        for name in ("gpt", "resnet")
-    ),
-    Bar("mlp, µs a record", "peers", 30.0, False, _way("mlp", "hookrec", "us a record")),
-    Bar(
-        "`trace.tensor` of 8 KB, warm, µs",
-        "reading",
-        60.0,
-        False,
-        _tensor("zarr", "replay"),
-        lambda tables: f"zarr-python {text(_tensor('zarr', 'zarr-python')(tables))}",
-    ),
-    Bar(
-        "one layer of 4 MB over 200 steps, cold, of `dd`",
-        "reading",
-        0.8,
-        True,
-        _layer("zarr", "replay", "cold, to dd"),
-        lambda tables: f"dd {text(_layer('zarr', 'dd', 'cold GB/s')(tables))} GB/s",
-    ),
-)
-UNMEASURED = (
-    "steps that are not sampled: `python -m benchmarks --mode 'not sampled'`",
-    "trainer's memory above the bare run over 10,000 steps: the growth alone is below, by steps",
-    "filters and opening of 10 million records, and Parquet export: `python -m benchmarks.records --records 10000000`",
-    "kill -9 at 200 random moments: the slow tests",
-)
-"""Rows of the table of aims that no part measures yet, and what does."""
 
 
 def measure(part: str, results: Path, *, small: bool) -> None:
@@ -115,7 +38,11 @@ def measure(part: str, results: Path, *, small: bool) -> None:
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments, "--json"]
     print(f"{part}: {' '.join(command[1:])}", file=sys.stderr, flush=True)
     begin = time.monotonic()
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIMIT_S, check=True)
+    # What a part leaves that takes too long and is killed goes with the folder.
+    with tempfile.TemporaryDirectory(prefix="hookrec-benchmark-", ignore_cleanup_errors=True) as folder:
+        environment = os.environ | {"TMPDIR": folder}
+        pipe = subprocess.PIPE
+        done = subprocess.run(command, stdout=pipe, text=True, timeout=LIMIT_S, check=True, env=environment)
     document = json.loads(done.stdout)
     results.mkdir(parents=True, exist_ok=True)
     (results / f"{part}.json").write_text(json.dumps(document, indent=1) + "\n")
@@ -128,7 +55,7 @@ def render(documents: dict[str, dict[str, Any]], pictures: Path) -> str:
     lines += ["| what | bar | found | | floor |", "| --- | --- | --- | --- | --- |"]
     for bar in BARS:
         lines.append(_bar(bar, documents))
-    lines += ["", "Not measured by this command:", "", *(f"* {row}" for row in UNMEASURED)]
+    lines += ["", "Shown by tests, most of them marked `slow`:", "", *(f"* {row}" for row in SHOWN_BY_TESTS)]
     for part in PARTS:
         lines += ["", f"## {part}", ""]
         if part not in documents:
@@ -153,9 +80,11 @@ def _bar(bar: Bar, documents: dict[str, dict[str, Any]]) -> str:
         value = bar.found(tables)
     except LookupError:
         return f"| {bar.what} | {aim} | | not measured | |"
-    if bar.met(value):
-        return f"| {bar.what} | {aim} | {text(value)} | reached | |"
-    return f"| {bar.what} | {aim} | {text(value)} | missed | {bar.floor(tables)} |"
+    try:
+        floor = bar.floor(tables)
+    except LookupError:
+        floor = "not measured"
+    return f"| {bar.what} | {aim} | {text(value)} | {'reached' if bar.met(value) else 'missed'} | {floor} |"
 
 
 def _table(rows: list[Row]) -> list[str]:
