@@ -176,7 +176,7 @@ def _is_harmless(debugger: str) -> bool:
             assert process.stdout is not None
             process.stdout.readline()
             called = _call(debugger, process.pid, "import __main__; __main__.hookrec_done = True\n")
-            return called and process.wait(5) == 0
+            return called and process.wait(30) == 0
         except subprocess.TimeoutExpired:
             return False
         finally:
