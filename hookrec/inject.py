@@ -239,7 +239,7 @@ def lldb_script(pid: int, code: str) -> list[str]:
         "settings set target.preload-symbols false",
         f"process attach --pid {pid}",
         f"expression -- unsigned long *$place = (unsigned long*){mmap}(0, {len(words) * 8}, 3, 0x22, -1, 0)",
-        "expression -- unsigned long $run = (unsigned long)&PyRun_SimpleString",
+        "expression -- unsigned long $run = (unsigned long)(int(*)(const char*))PyRun_SimpleString",
         f"expression -- {writes}(void)0",
         "expression --format d -- ((int(*)(unsigned long, void*))Py_AddPendingCall)($run, $place)",
         "detach",
