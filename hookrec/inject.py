@@ -25,7 +25,6 @@ from pathlib import Path
 
 from hookrec.client import Unreachable, check_process, socket_of
 
-_TRIES = 3
 _STOPPED_S = 120.0  # to end a debugger in the middle of a call would do harm
 _REMOTE_EXEC = (3, 14)
 _PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -168,15 +167,7 @@ def _installed(name: str) -> list[str]:
 
 
 def _is_harmless(debugger: str) -> bool:
-    """Whether a debugger can do its work in a process of ours, which sleeps and would notice harm.
-
-    One that has done nothing, and no harm, is tried again: on a busy machine its calls may run out of their time.
-    """
-    return next((harmless for _ in range(_TRIES) if (harmless := _does_no_harm(debugger)) is not None), False)
-
-
-def _does_no_harm(debugger: str) -> bool | None:
-    """Return what came of one trial; None if the process is as it was, and was not reached."""
+    """Whether a debugger can do its work in a process of ours, which sleeps and would notice harm."""
     child = "import time; print(flush=True)\nwhile 'hookrec_done' not in globals(): time.sleep(0.05)\n"
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", child], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -185,9 +176,7 @@ def _does_no_harm(debugger: str) -> bool | None:
             assert process.stdout is not None
             process.stdout.readline()
             called = _call(debugger, process.pid, "import __main__; __main__.hookrec_done = True\n")
-            if not called:
-                return None if process.poll() is None else False
-            return process.wait(30) == 0
+            return called and process.wait(5) == 0
         except subprocess.TimeoutExpired:
             return False
         finally:
