@@ -7,10 +7,21 @@ where a plan has no rules.
 import difflib
 import fnmatch
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from hookrec.layers import Layer, describe
 from hookrec.plan import Plan
+
+
+class HasNames(Protocol):
+    """A module by its names, such as a `Layer`."""
+
+    @property
+    def name(self) -> str:
+        """The first of them."""
+
+    @property
+    def aliases(self) -> list[str]:
+        """The others."""
 
 
 class Choices:
@@ -21,18 +32,18 @@ class Choices:
         layers: all modules, whose further names rules may use as well.
     """
 
-    def __init__(self, plan: Plan, layers: Iterable[Layer]) -> None:
+    def __init__(self, plan: Plan, layers: Iterable[HasNames]) -> None:
         self._plan = plan
         self._plans = [plan.by(rule) if rule.record else None for rule in plan.rules]
         self._found: dict[str, dict[str, tuple[Plan | None, int | None]]] = {}
         self.know(layers)
 
     @classmethod
-    def of_plan(cls, plan: Plan, layers: Iterable[Layer]) -> Self | None:
+    def of_plan(cls, plan: Plan, layers: Iterable[HasNames]) -> Self | None:
         """Return the choices of a plan; None if it has no rules."""
         return cls(plan, layers) if plan.rules else None
 
-    def know(self, layers: Iterable[Layer]) -> None:
+    def know(self, layers: Iterable[HasNames]) -> None:
         """Take the modules that there are now."""
         self._names = {layer.name: (layer.name, *layer.aliases) for layer in layers}
         self._found.clear()
@@ -66,7 +77,7 @@ class Choices:
         """Whether a layer has no records in any step."""
         return all(plan is None for plan, _ in self._of(layer).values())
 
-    def unmatched(self, layers: Iterable[Layer]) -> list[str]:
+    def unmatched(self, layers: Iterable[HasNames]) -> list[str]:
         """Return a sentence for each glob that matches none of the layers that may have records."""
         names = [name for layer in layers for name in (layer.name, *layer.aliases)]
         said = []
@@ -92,12 +103,3 @@ class Choices:
             if self._plan.rules[number].matches(names, kind):
                 return self._plans[number], number
         return self._plan, None
-
-
-def model_facts(layers: list[Layer], chosen: list[Layer], choices: Choices | None) -> dict[str, Any]:
-    """Return the model as `model.json` has it, with what rules say of the layers that `layers=` chose."""
-    if choices is None:
-        return describe(layers, chosen)
-    names = {layer.name for layer in chosen}
-    recorded = [layer for layer in chosen if not choices.is_off(layer.name)]
-    return describe(layers, recorded, lambda name: choices.why_silent(name) if name in names else None)

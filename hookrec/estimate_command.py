@@ -31,7 +31,7 @@ from replay.forecast import duration, size
 from replay.ranks import ranks_of
 from replay.seal import is_locked, is_sealed
 
-_RECORDED = ("layers", "containers", "kinds", "ops", "clock")
+_RECORDED = ("layers", "containers", "kinds", "ops", "clock", "transform")
 """What of a plan decides which records there are."""
 
 _LEAVE_S = 10.0

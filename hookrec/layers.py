@@ -18,6 +18,7 @@ import torch
 import torch.nn.utils.parametrize
 from torch import nn
 
+from hookrec.choices import Choices
 from hookrec.errors import AttachError
 from hookrec.settings import settings_of
 
@@ -214,3 +215,12 @@ def _wraps(parent: nn.Module, attribute: str) -> bool:
         return attribute in _WRAPPED
     # "module" is a word that users take too.
     return type(parent).__module__.startswith(_WRAPPER_PACKAGES) and len(children(parent)) == 1
+
+
+def model_facts(layers: list[Layer], chosen: list[Layer], choices: Choices | None) -> dict[str, Any]:
+    """Return the model as `model.json` has it, with what rules say of the layers that `layers=` chose."""
+    if choices is None:
+        return describe(layers, chosen)
+    names = {layer.name for layer in chosen}
+    recorded = [layer for layer in chosen if not choices.is_off(layer.name)]
+    return describe(layers, recorded, lambda name: choices.why_silent(name) if name in names else None)

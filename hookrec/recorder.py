@@ -14,11 +14,11 @@ from typing import Any, Self
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hookrec.choices import Choices, model_facts
+from hookrec.choices import Choices
 from hookrec.clock import check as check_clock
 from hookrec.control import heard, unheard
 from hookrec.errors import AttachError, DetachedError
-from hookrec.layers import Layer, choose, layers_of
+from hookrec.layers import Layer, choose, layers_of, model_facts
 from hookrec.ops import check as check_ops
 from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.place import absolute, identity, make_directories, rank_of_process

@@ -22,12 +22,12 @@ from torch.optim import Optimizer
 
 from hookrec.calls import Call, Fingerprint, Named, nothing
 from hookrec.capture import Capture
-from hookrec.choices import Choices, model_facts
+from hookrec.choices import Choices
 from hookrec.clock import Clock
 from hookrec.errors import AttachError, warn
 from hookrec.guard import Guard
 from hookrec.hooks import Hooks
-from hookrec.layers import Layer, choose, layers_of, parameter_ids
+from hookrec.layers import Layer, choose, layers_of, model_facts, parameter_ids
 from hookrec.parameters import KINDS as PARAMETER_KINDS
 from hookrec.parameters import Parameters
 from hookrec.plan import Plan

@@ -70,6 +70,57 @@ def test_the_bytes_are_those_that_a_recording_by_the_plan_writes(tmp_path, no_pr
     assert recorded.count == found.records * 3
 
 
+def summed(layer, kind, tensor):
+    return tensor.sum(0) if kind == "output" else None
+
+
+WHOLE = 3 * (16 * 8 * 4) + 2 * (16 * 2 * 8)
+COUNTS = 279 * 4
+
+
+@pytest.mark.parametrize(
+    ("plan", "records", "step_bytes"),
+    [
+        ({"rules": [{"layers": "a", "tensors": False}]}, 5, 2 * (16 * 2 * 8)),
+        ({"rules": [{"layers": "b", "tensor_rows": 1}]}, 5, 3 * (16 * 8 * 4) + 2 * (2 * 8)),
+        ({"rules": [{"kinds": "grad_output", "record": False}]}, 3, 2 * (16 * 8 * 4) + 16 * 2 * 8),
+        ({"tensors": False, "rules": [{"layers": "b", "tensors": True}]}, 5, 2 * (16 * 2 * 8)),
+        ({"exponents": True}, 10, WHOLE + 5 * COUNTS),
+        ({"exponents": True, "tensors": False}, 10, 5 * COUNTS),
+        ({"rules": [{"layers": "a", "exponents": True}]}, 8, WHOLE + 3 * COUNTS),
+        ({"transform": {"a": summed}}, 7, WHOLE + 2 * (8 * 4)),
+        ({"transform": {"a": summed}, "rules": [{"layers": "a", "record": False}]}, 2, 2 * (16 * 2 * 8)),
+        ({"transform": {"a": summed}, "rules": [{"layers": "a*", "tensors": False}]}, 7, 2 * (16 * 2 * 8)),
+        (
+            {"transform": {"a": summed}, "rules": [{"tensors": False}, {"layers": "*/summed", "tensors": True}]},
+            7,
+            2 * (8 * 4),
+        ),
+    ],
+)
+def test_rules_counts_and_functions_are_reckoned_as_they_are_recorded(tmp_path, no_process, plan, records, step_bytes):
+    alone = {name: value for name, value in plan.items() if name == "transform"}
+
+    steps = measured(train(tmp_path / "statistics", tensors=False, **alone))
+    found = steps.cost("", plan_of(**plan), tmp_path)
+
+    assert (found.records, found.step_bytes) == (records, step_bytes)
+    recorded = train(tmp_path / "whole", **plan)
+    assert recorded.count == records * 3
+    assert recorded.nbytes == step_bytes * 3
+
+
+def test_a_rule_has_a_rate_of_its_own(tmp_path):
+    # Ten records of 1,000 bytes a step, in each of two layers; a step takes 0.5 s.
+    streams = [(Stream(n, name, "output", "", "uint8", (1000,), None), 20) for n, name in enumerate("ab")]
+    rules = [{"layers": "a", "every": 5}, {"layers": "b", "tensor_steps": "::50"}]
+
+    found = Measured(2, 0.5, streams).cost("", plan_of(every=10, rules=rules, keep_free=0), tmp_path)
+
+    assert found.bytes_per_s == pytest.approx(10 * 1000 / 5 / 0.5 + 10 * 1000 / 50 / 0.5)
+    assert found.log_bytes_per_s == pytest.approx(10 * LOG_ROW_BYTES / 5 / 0.5 + 10 * LOG_ROW_BYTES / 10 / 0.5)
+
+
 def test_rates_and_limits_go_by_the_schedule(tmp_path):
     # Ten records of 1,000 bytes in a step of 0.5 s.
     streams = [(Stream(0, "a", "output", "", "uint8", (1000,), None), 20)]
