@@ -17,26 +17,19 @@ from numpy.typing import NDArray
 from replay import notebook
 from replay.documents import read_identity, read_modules, read_notes, read_scalars, read_triggers
 from replay.errors import NotRecorded, StepNotCommitted, TraceDamaged
-from replay.filters import Globs, Names, Steps, check_globs, globs_of
+from replay.filters import Names, Steps, check_globs, globs_of
 from replay.format import EXPONENTS, EXPONENTS_KIND, KEPT, TRACE_FILE, WHY_NOT_KEPT, Stream
 from replay.history import history
-from replay.log_rows import LogRows
-from replay.query import MODULES, Part, answer, answer_parts, columns_where, found_where, modules_of, rows_where
+from replay.query import MODULES, Part, answer, answer_parts, modules_of
 from replay.rank import Rank
 from replay.ranks import ranks_of
 from replay.records import Progress, check_rows
+from replay.search import Search
 from replay.selection import Selection
 
 _SCALARS = pa.schema(
     [("rank", pa.int32()), ("step", pa.int64()), ("time", pa.float64()), ("name", pa.string()), ("value", pa.float64())]
 )
-
-_LOOKED_AT = 1 << 19
-"""Records that a condition is asked of together, where they are wanted in parts."""
-
-
-class _NotKnown(Exception):
-    """What a condition finds is not known from some of the records at a time, but from all, or it has no answer."""
 
 
 def open(path: str | Path, attempt: int | None = None) -> "Trace":
@@ -344,16 +337,7 @@ class Trace:
         Raises:
             BadQuery: a filter cannot be understood, or a glob matches nothing that there is.
         """
-        wanted = (*self._wanted(layers, kinds), steps)
-        ranks = sorted(self._ranks.items())
-        if limit is None:
-            if where is None:
-                parts = [rank.records(number, *wanted) for number, rank in ranks]
-                return pa.concat_tables(parts).unify_dictionaries()
-            if found := self._found(where, wanted):
-                parts = [self._ranks[number].numbered_records(number, *rows) for number, rows in found.items()]
-                return pa.concat_tables(parts).unify_dictionaries()
-        return rows_where([rank.part(number, rank.dataset(*wanted)) for number, rank in ranks], where, limit)
+        return self._search(layers, kinds, steps).records(where, limit)
 
     def record_parts(
         self,
@@ -374,14 +358,7 @@ class Trace:
             where: as of `records`.
             progress: is told how many records were looked at, and how many there are to look at.
         """
-        given = 0
-        try:
-            for number, tables in self._tables(Rank.columns, layers, kinds, steps, where, progress):
-                for part in self._ranks[number].parts(number, tables):
-                    given += len(part)
-                    yield part
-        except _NotKnown:
-            yield self.records(layers, kinds, steps, where).slice(given)
+        return self._search(layers, kinds, steps).record_parts(where, progress)
 
     def column_parts(
         self,
@@ -400,52 +377,7 @@ class Trace:
             where: as of `records`.
             progress: as of `record_parts`.
         """
-        given = 0
-        try:
-            for number, tables in self._tables(lambda _: columns, layers, kinds, None, where, progress):
-                for table in self._ranks[number].checked(tables):
-                    given += len(table)
-                    yield number, table
-        except _NotKnown:
-            names = ", ".join(f'"{name}"' for name in ("rank", *columns))
-            found = self.columns(names, layers, kinds, where=where).slice(given)
-            for number in self.ranks:
-                yield number, found.filter(pa.compute.equal(found["rank"], number)).drop_columns("rank")
-
-    def _tables(
-        self,
-        columns: Callable[[Rank], Sequence[str]],
-        layers: Names,
-        kinds: Names,
-        steps: Steps,
-        where: str | None,
-        progress: Progress | None,
-    ) -> Iterator[tuple[int, Iterator[pa.Table]]]:
-        """Yield columns of the log, rank by rank, in tables that are read as they are asked for.
-
-        Raises:
-            _NotKnown: the condition cannot be asked of some records after the others.
-        """
-        wanted = (*self._wanted(layers, kinds), steps)
-        rows = {number: rank.numbered(*wanted) for number, rank in sorted(self._ranks.items())}
-        total, done = sum(map(len, rows.values())), 0
-
-        def passed(more: int) -> None:
-            nonlocal done
-            done += more
-            if progress is not None:
-                progress(done, total)
-
-        for number, rank in sorted(self._ranks.items()):
-            if where is None:
-                yield number, rows[number].scan(columns(rank), passed=passed)
-                continue
-            for some in rows[number].divided(_LOOKED_AT):
-                found = found_where([rank.part(number, some)], where)
-                if found is None:
-                    raise _NotKnown
-                yield number, some.take(found[0], columns(rank))
-                passed(len(some))
+        return self._search(layers, kinds, None).column_parts(columns, where, progress)
 
     def scan(self, columns: Sequence[str], kinds: Names = None, steps: Steps = None) -> Iterator[tuple[int, pa.Table]]:
         """Yield columns of records in parts, of which few are in memory at once, each with its rank.
@@ -456,17 +388,7 @@ class Trace:
             kinds: glob or globs over kinds.
             steps: as of `records`.
         """
-        _, chosen = self._wanted(None, kinds)
-        for number, rank in sorted(self._ranks.items()):
-            yield from ((number, table) for table in rank.scan(columns, chosen, steps))
-
-    def _found(self, where: str, wanted: tuple[Globs, Globs, Steps]) -> dict[int, tuple[LogRows, pa.Table]]:
-        """Return by rank the rows for which a condition holds; nothing where that is not known: `found_where`."""
-        parts = [rank.part(number, rank.numbered(*wanted)) for number, rank in sorted(self._ranks.items())]
-        found = found_where(parts, where)
-        if found is None:
-            return {}
-        return {part.rank: (part.log, rows) for part, rows in zip(parts, found, strict=True)}
+        return self._search(None, kinds, steps).scan(columns)
 
     def columns(
         self,
@@ -487,19 +409,17 @@ class Trace:
             where: as of `records`.
             further: what follows the condition, such as `group by`.
         """
-        wanted = (*self._wanted(layers, kinds), steps)
-        parts = [rank.part(number, rank.dataset(*wanted)) for number, rank in sorted(self._ranks.items())]
-        return columns_where(parts, where, columns, further)
+        return self._search(layers, kinds, steps).columns(columns, where, further)
 
     def streams(self, rank: int) -> Sequence[Stream]:
         """Return the streams of a rank, by their ids."""
         return self._ranks[rank].streams
 
-    def _wanted(self, layers: Names, kinds: Names) -> tuple[Globs, Globs]:
+    def _search(self, layers: Names, kinds: Names, steps: Steps) -> Search:
         found = globs_of(layers), globs_of(kinds)
         check_globs("layer", found[0], self.layers if found[0] else (), self.path)
         check_globs("kind", found[1], self.kinds if found[1] else (), self.path)
-        return found
+        return Search(dict(sorted(self._ranks.items())), *found, steps)
 
     def sql(self, query: str) -> pa.Table:
         """Return what a query in DuckDB's SQL finds.
@@ -537,7 +457,7 @@ class Trace:
         self, layers: Names = None, kinds: Names = None, steps: Steps = None, where: str | None = None
     ) -> Selection:
         """Return a selection of records; arguments and errors are those of `records`."""
-        self._wanted(layers, kinds)
+        self._search(layers, kinds, steps)  # says what there is not
         return Selection(self, layers, kinds, steps, where)
 
     def first(self, where: str) -> dict[str, Any] | None:

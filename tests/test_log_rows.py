@@ -101,7 +101,7 @@ def test_a_condition_with_a_subquery_finds_records_in_the_order_of_execution(tmp
 
 
 def test_parts_of_what_a_condition_finds_are_the_whole_in_its_order(trace, monkeypatch):
-    monkeypatch.setattr("replay.trace._LOOKED_AT", 7)
+    monkeypatch.setattr("replay.search._LOOKED_AT", 7)
     monkeypatch.setattr("replay.rank._PART_ROWS", 2)
     told = []
 
@@ -122,7 +122,7 @@ def test_parts_of_nothing_and_of_a_subquery_are_one_part_at_least(where, trace):
 
 
 def test_a_condition_that_fails_at_a_later_record_is_refused_as_one_that_fails_at_the_first(trace, monkeypatch):
-    monkeypatch.setattr("replay.trace._LOOKED_AT", 7)
+    monkeypatch.setattr("replay.search._LOOKED_AT", 7)
 
     with pytest.raises(replay.BadQuery, match="cannot be understood"):
         list(trace.record_parts(where="cast(case when step < 3 then '1' else 'x' end as integer) = 1"))

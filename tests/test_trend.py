@@ -88,7 +88,7 @@ def test_ranks_and_paths_have_timelines_of_their_own(tmp_path):
 def test_a_timeline_is_the_same_in_however_many_parts_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("replay.log.COMPACT_ROWS", 8)
     monkeypatch.setattr("replay.log_parquet._GROUP_ROWS", 3)
-    monkeypatch.setattr("replay.trace._LOOKED_AT", 4)
+    monkeypatch.setattr("replay.search._LOOKED_AT", 4)
     for rank in (0, 1):
         records = [{"step": s, "layer": layer, "l2": s + 10.0 * rank} for s in range(9) for layer in ("a", "b")]
         write_trace(tmp_path / "a", records, rank=rank)
