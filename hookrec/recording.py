@@ -249,7 +249,7 @@ class Recording:
     def _tick(self) -> None:
         # Under the lock, since another thread may detach: no hook must be put on after that has taken them off.
         with self._capture.lock:
-            if self.active:
+            if self.active and not self._passes_by():
                 ended = self.step_number
                 try:
                     self._end_step()
@@ -261,6 +261,30 @@ class Recording:
                 except BaseException:
                     self._guard.call(self._end_interrupted, ended)
                     raise
+
+    def _passes_by(self) -> bool:
+        """End a step of which there is nothing to record, before another such one; return whether it was that."""
+        following = self.step_number + 1
+        if (
+            self._hooks.installed
+            or self._paused
+            or self.requests
+            or self._signals
+            or self._scalars
+            or self._capture.records
+            or self._ring.facts
+            or self._ring.held
+            or self._ring.control.failed
+            or self._samples(following)
+        ):
+            return False
+        self._capture.begin_step(following)
+        self._clock.begin_step(sampled=False)
+        self._logged.clear()
+        self._began = time.perf_counter()
+        self._between = True
+        self.step_number = following  # last: a step at whose end Ctrl-C comes goes on, and ends with the next
+        return True
 
     def _end_interrupted(self, ended: int) -> None:
         """Make an end of a step at whose end Ctrl-C came, or the next would have its number and its forward passes."""
@@ -326,7 +350,7 @@ class Recording:
         self._before = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
         self._ring.high_water_bytes = 0
         self._capture.begin_step(self.step_number)
-        sampled = self._samples()
+        sampled = self._samples(self.step_number)
         self._clock.begin_step(sampled=sampled)
         if sampled:
             self._choose_again()
@@ -341,8 +365,8 @@ class Recording:
         if self._paused:
             self.pause()
 
-    def _samples(self) -> bool:
-        return (self._plan if self._choices is None else self._choices).samples(self.step_number)
+    def _samples(self, step: int) -> bool:
+        return (self._plan if self._choices is None else self._choices).samples(step)
 
     def _leave_out(self, left_out: Callable[[str], frozenset[str]]) -> None:
         self._parameters.left_out = left_out
@@ -367,7 +391,7 @@ class Recording:
         with self._capture.lock:
             if self.active and self._paused:
                 self._paused = False
-                sampled = self._samples()
+                sampled = self._samples(self.step_number)
                 self._clock.watch(sampled=sampled)
                 if sampled:
                     self._choose_again()

@@ -284,7 +284,7 @@ class Ring:
             while (position := self._fit(padded, align)) is None and wait:
                 if not self._is_served(begin) or not self._transmit():
                     self.replace_writer()
-                if self._held and time.perf_counter() - begin > _DEVICE_S:
+                if self.held and time.perf_counter() - begin > _DEVICE_S:
                     raise DeviceStuck(_STUCK)
                 time.sleep(_POLL_S)
             self.wait_s += time.perf_counter() - begin
@@ -358,22 +358,22 @@ class Ring:
             WriterGone: the writer died.
             DeviceStuck: the device does not go on.
         """
-        since, held = time.perf_counter(), self._held
+        since, held = time.perf_counter(), self.held
         while True:
             if not self._transmit():
                 self.replace_writer()
-            if most is None or self._held <= most:
+            if most is None or self.held <= most:
                 return
             now = time.perf_counter()
-            if self._held < held:
-                since, held = now, self._held
+            if self.held < held:
+                since, held = now, self.held
             elif now - since > _DEVICE_S:
                 raise DeviceStuck(_STUCK)
             time.sleep(_POLL_S)
             self.wait_s += time.perf_counter() - now
 
     @property
-    def _held(self) -> int:
+    def held(self) -> int:
         """How many parts were sent and are not in the socket."""
         return self.part.after.number + 1 - self._under_way[0]
 

@@ -112,13 +112,13 @@ def test_a_step_is_not_sent_before_the_device_is_done_and_is_then_by_the_next(tm
         for value in (1.0, 2.0):
             model(value)
             rec.step()
-        assert held._held == 2
+        assert held.held == 2
         lane.going.set()
         deadline = time.monotonic() + 20
-        while held._held and time.monotonic() < deadline:
+        while held.held and time.monotonic() < deadline:
             rec.step()  # without a record
             time.sleep(0.005)
-        assert held._held == 0
+        assert held.held == 0
 
     trace = replay.open(tmp_path / "a")
     assert trace.records()["mean"].to_pylist() == [1.0, 2.0]
@@ -136,7 +136,7 @@ def test_no_more_parts_are_under_way_than_is_said(tmp_path, lane, monkeypatch, t
         for value in values:
             model(value)
             rec.step()
-            most.append(rec._recording._ring._held)
+            most.append(rec._recording._ring.held)
 
     assert 1 <= max(most) <= 3
     assert_values(replay.open(tmp_path / "a"), values, tensors)
