@@ -31,7 +31,7 @@ from replay.format import (
     LAID_ASIDE,
     TRACE_FILE,
 )
-from replay.hdf5_store import MASTER
+from replay.hdf5_master import MASTER
 from replay.log import compact_all
 from replay.log_segments import segments_of
 from replay.seal import is_sealed, locked, seal, seal_abandoned

@@ -65,7 +65,7 @@ class Writer:
         stored = plan["tensors"] or any(stream.location is not None for stream in streams)
         self._store = open_writer(plan["store"], directory) if stored else None
         self._closed = before.closed if before else frozenset()
-        self._places = Places(plan["store"], streams, self._closed)
+        self._places = Places(streams, self._closed)
         self._streams = 0
         self._streams_file = _appending(directory / trace_format.STREAMS_FILE)
         self._scalars_file = _appending(directory / trace_format.SCALARS_FILE)

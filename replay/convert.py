@@ -50,7 +50,7 @@ from replay.format import (
     whole_lines,
     write_whole,
 )
-from replay.hdf5_store import SEGMENTS_FILE
+from replay.hdf5_segments import SEGMENTS_FILE
 from replay.log import Log, LogWriter
 from replay.log_segments import segments_of
 from replay.places import Places
@@ -218,7 +218,7 @@ class _Rank:
         self._attempts = read_attempts(source)
         self._dropped = read_dropped(source)
         self._old = read_streams(source)
-        places = Places(store)
+        places = Places()
         recoded = [dataclasses.replace(stream, codec=compression, layout=FIXED) for stream in self._old]
         self._new = [stream if stream.location is None else places.place(stream) for stream in recoded]
 

@@ -21,7 +21,8 @@ from replay.errors import TraceDamaged
 from replay.format import DROPPED_FILE, KEPT, RAGGED, Stream, parsed, write_whole
 from replay.links import refuse_links
 from replay.log import Log
-from replay.ragged import Member, Shards, forget_shards, shards_of, tensors_before
+from replay.ragged import Shards, forget_shards, shards_of, tensors_before
+from replay.ragged_table import Member
 from replay.seal import COLUMNS_OF_ROWS, read_streams, rows_of
 from replay.zarr_store import DIRECTORY, forget_rows, rows_per_shard, shard_files
 

@@ -14,8 +14,9 @@ from replay.format import FIXED, RAGGED, Locations, Stream
 FEW_SHAPES = 2
 """So many shapes of a tensor have places of their own.
 
-A shared place has some more files than another, so that three places, one of them shared, have just under four times as
-many as one; and the two shapes that most trainings have, whole batches and the last one, need no more.
+In the Zarr store a shared place has some more files than another, so that three places, one of them shared, have just
+under four times as many as one; in the HDF5 store each step with new shapes begins a segment. The two shapes that most
+trainings have, whole batches and the last one, need no more.
 """
 
 
@@ -23,13 +24,11 @@ class Places:
     """Gives places to the streams of a rank.
 
     Args:
-        store: in the HDF5 store no place is shared: there, many streams need no more files than one.
         streams: those that have places already.
         closed: those of the places that take no more.
     """
 
-    def __init__(self, store: str, streams: Iterable[Stream] = (), closed: Collection[str | None] = ()) -> None:
-        self._shares = store == "zarr"
+    def __init__(self, streams: Iterable[Stream] = (), closed: Collection[str | None] = ()) -> None:
         self._shapes: Counter[tuple[object, ...]] = Counter()
         self._shared: dict[tuple[object, ...], str] = {}
         taken = set()
@@ -50,7 +49,7 @@ class Places:
         if stream.nbytes > MOST_BYTES:
             stream = replace(stream, codec=None)
         alike = _alike(stream)
-        if self._shares and stream.codec is None and self._shapes[alike] >= FEW_SHAPES:
+        if stream.codec is None and self._shapes[alike] >= FEW_SHAPES:
             if alike not in self._shared:
                 self._shared[alike] = self._locations.new(stream.layer, stream.kind, stream.path)
             return replace(stream, location=self._shared[alike], layout=RAGGED)

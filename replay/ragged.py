@@ -12,16 +12,15 @@ tensors: they are what other programs read at a time, and let the last file end 
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from replay.errors import TraceDamaged
 from replay.files import PAGE, VECTOR, Files, memory, stride_of
-from replay.format import Rows, Stream, as_attribute, numpy_dtype
+from replay.format import Stream, as_attribute, numpy_dtype
+from replay.ragged_table import Member, table_of
 from replay.zarr_metadata import (
     GROUP,
     bytes_of,
@@ -38,9 +37,6 @@ from replay.zarr_metadata import (
 
 SHARD_BYTES = 1 << 30
 _INNER_BYTES = 1 << 18
-
-Member = tuple[Stream, Rows]
-"""A stream of a place, with its rows."""
 
 
 class Shards:
@@ -149,7 +145,7 @@ def seal_place(group: Path, members: Sequence[Member]) -> None:
     Raises:
         TraceDamaged: streams that are not alike have the place.
     """
-    table = _table(members)
+    table = table_of(members)
     shards = Shards(group)
     for number, path in shards.files():
         if table.end > number * SHARD_BYTES:
@@ -174,7 +170,7 @@ def place_faults(
         sealed: whether the place was finished.
     """
     try:
-        table = _table(members)
+        table = table_of(members)
     except TraceDamaged as error:
         yield group, str(error)
         return
@@ -216,39 +212,6 @@ def tensors_before(member: Member, shards: int) -> int:
 def forget_shards(group: Path, dtype: str, shards: int) -> None:
     """Write into a sealed place's array that so many of its first shards will be dropped."""
     drop_first(group / "data", dtype, shards * SHARD_BYTES // numpy_dtype(dtype).itemsize)
-
-
-@dataclass(frozen=True)
-class _Table:
-    """What lies beside the array.
-
-    Attributes:
-        columns: arrays over the tensors, in the order of attempt, step and call.
-        end: how many bytes the array has.
-    """
-
-    columns: dict[str, NDArray[Any]]
-    end: int
-
-
-def _table(members: Sequence[Member]) -> _Table:
-    kinds = {(s.layer, s.kind, s.path, s.dtype, len(s.shape)) for s, _ in members}
-    if len(kinds) > 1:
-        raise TraceDamaged(f"Streams that are not alike have one place: {sorted(kinds)}. Put streams.jsonl back.")
-    itemsize = numpy_dtype(members[0][0].dtype).itemsize
-    joined = Rows(*(np.concatenate(column) for column in zip(*(rows for _, rows in members), strict=True)))
-    order = np.lexsort((joined.call, joined.step, joined.attempt))
-    offset, nbytes = joined.offset, joined.nbytes
-    shapes = np.array([stream.shape for stream, _ in members], np.int64).reshape(len(members), -1)
-    shape = np.repeat(shapes, [len(rows.step) for _, rows in members], axis=0)
-    end = int((offset + nbytes).max(initial=0))
-    arrays = {
-        "begin": offset // itemsize,
-        "numel": nbytes // itemsize,
-        "shape": shape,
-        **joined.coordinates,
-    }
-    return _Table({name: column[order] for name, column in arrays.items()}, end)
 
 
 def _data_metadata(stream: Stream, end: int) -> dict[str, Any]:

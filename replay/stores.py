@@ -10,6 +10,7 @@ from typing import Protocol
 
 from replay import hdf5_store, zarr_store
 from replay.format import Placed, Rows, Stream
+from replay.hdf5_segments import SEGMENTS_FILE
 
 STORES = ("zarr", "hdf5")
 
@@ -95,4 +96,4 @@ def faults(
 
 def store_of(rank_directory: Path) -> str:
     """Return the name of the store that a rank has."""
-    return "hdf5" if (rank_directory / hdf5_store.SEGMENTS_FILE).exists() else "zarr"
+    return "hdf5" if (rank_directory / SEGMENTS_FILE).exists() else "zarr"

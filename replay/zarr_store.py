@@ -18,7 +18,8 @@ from replay.codecs import compress, decompress, zarr_codec
 from replay.errors import TraceDamaged
 from replay.files import PAGE, VECTOR, Files, memory, stride_of, sync
 from replay.format import RAGGED, Placed, Rows, Stream, as_attribute, numpy_dtype
-from replay.ragged import Appender, Member, Shards, place_faults, seal_place
+from replay.ragged import Appender, Shards, place_faults, seal_place
+from replay.ragged_table import Member
 from replay.zarr_metadata import (
     GROUP,
     bytes_of,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import replay
 from hookrec.findings import as_alert, ended
-from replay import hdf5_store
+from replay import hdf5_segments
 from replay.alerts import AlertFile, read_alerts, read_sent
 from replay.catalog import entry_of
 from replay.documents import read_end, read_identity, read_modules, read_notes, read_scalars, read_triggers
@@ -72,7 +72,7 @@ class Written:
 
     def __init__(self, path: Path, target: Target) -> None:
         self.path, self.rank = path, path / RANK
-        hdf5_store._SEGMENT_ROWS = 8  # small files, since each is written many times
+        hdf5_segments._SEGMENT_ROWS = 8  # small files, since each is written many times
         self.tensors = write_stored(path, target.store, target.codec, steps=STEPS, sealed=target.sealed)
         line = {"step": 3, "time": 1.0, "by": "call", "why": "x", "detail": None, "first_step": 1}
         (self.rank / "triggers.jsonl").write_text((json.dumps(line) + "\n") * 2)

@@ -12,7 +12,7 @@ from replay.format import KEPT, RECORD_SCHEMA, Stream
 from replay.log import LogWriter
 from replay.places import Places
 from replay.seal import locked, seal
-from replay.zarr_store import ZarrWriter
+from replay.stores import open_writer
 
 
 class Written(NamedTuple):
@@ -26,15 +26,17 @@ class Written(NamedTuple):
     path: str = ""
 
 
-def write_trace(path: Path, *records: Written, tensors: bool = True, rank: int = 0, sealed: bool = True) -> Path:
+def write_trace(
+    path: Path, *records: Written, tensors: bool = True, rank: int = 0, sealed: bool = True, store: str = "zarr"
+) -> Path:
     """Write a rank of a trace, with or without its tensors, a commit a step."""
     directory = path / f"rank-{rank:05}"
     directory.mkdir(parents=True)
     identity = {"format": "hookrec-trace", "version": 1, "created": "2026-12-01T12:00:00.000+00:00"}
     (path / "trace.json").write_text(json.dumps({**identity, "plan": {}, "provenance": {}}))
-    store, log = ZarrWriter(directory), LogWriter(directory)
+    writer, log = open_writer(store, directory), LogWriter(directory)
     streams: dict[tuple[Any, ...], Stream] = {}
-    places = Places("zarr")
+    places = Places()
     steps: dict[int, list[dict[str, Any]]] = {}
     with (directory / "streams.jsonl").open("w") as lines:
         for layer, values, step, kind, call, where in records:
@@ -43,17 +45,17 @@ def write_trace(path: Path, *records: Written, tensors: bool = True, rank: int =
                 new = Stream(len(streams), layer, kind, where, values.dtype.name, values.shape, None)
                 streams[key] = places.place(new)
                 lines.write(streams[key].to_json() + "\n")
-                store.add(streams[key])
+                writer.add(streams[key])
             data = np.ascontiguousarray(values).tobytes()
             row = dict.fromkeys(RECORD_SCHEMA.names, 0)
             row |= {"step": step, "stream": streams[key].id, "call": call, "kept": 1, "row": -1, "offset": -1}
             if tensors:
-                (placed,) = store.append(streams[key].id, memoryview(data + bytes(PAGE)), [0])
+                (placed,) = writer.append(streams[key].id, memoryview(data + bytes(PAGE)), [0])
                 row |= {"kept": KEPT, **placed._asdict(), "crc32c": google_crc32c.value(data)}
             steps.setdefault(step, []).append(row | _statistics(values))
     for rows in steps.values():
         log.append({name: np.array([row[name] for row in rows]) for name in RECORD_SCHEMA.names})
-    store.close()
+    writer.close()
     log.close()
     if sealed:
         with locked(directory):

@@ -20,7 +20,7 @@ from hookrec import writer
 from hookrec.messages import ROW_DTYPE
 from hookrec.provenance import write_trace_file
 from hookrec.ring import STORE_FAILED
-from replay import hdf5_store, zarr_store
+from replay import hdf5_segments, zarr_store
 from replay.seal import locked
 from replay.verify import verify
 from tests.test_faults import net, train
@@ -114,7 +114,7 @@ def _stream(number: int, name: str) -> dict:
 @pytest.fixture
 def disk(monkeypatch):
     monkeypatch.setattr(zarr_store, "_SHARD_ROWS", 2)
-    monkeypatch.setattr(hdf5_store, "_SEGMENT_ROWS", 2)
+    monkeypatch.setattr(hdf5_segments, "_SEGMENT_ROWS", 2)
     disk = Disk({}, {})
     for name in ("fsync", "fdatasync"):
         monkeypatch.setattr(os, name, disk.sync)

@@ -6,6 +6,7 @@ import shutil
 import time
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import zarr
@@ -19,6 +20,7 @@ from replay import dropping
 from replay.cli import main
 from replay.convert import convert
 from replay.dropping import drop, finish_dropping, read_dropped, shards
+from replay.stores import STORES
 from replay.verify import verify
 from tests.handwritten import Written, write_trace
 
@@ -29,9 +31,11 @@ SHARED = "rank-00000/tensors.zarr/0/output~3"
 
 
 @pytest.fixture
-def small_shards(monkeypatch):
+def small_files(monkeypatch):
     monkeypatch.setattr("replay.ragged.SHARD_BYTES", 1 << 13)
     monkeypatch.setattr("replay.ragged._INNER_BYTES", 1 << 12)
+    monkeypatch.setattr("replay.hdf5_segments._FIRST_SEGMENT_BYTES", 1 << 13)
+    monkeypatch.setattr("replay.hdf5_segments._SEGMENT_BYTES", 1 << 13)
 
 
 def values(step: int) -> np.ndarray:
@@ -53,8 +57,12 @@ WANTED = {(step, layer): values(step).tolist() for step in range(len(LENGTHS)) f
 
 
 @pytest.mark.parametrize("sealed", [True, False])
-def test_verify_finds_a_whole_trace_whole(tmp_path, small_shards, sealed):
-    assert list(verify(written(tmp_path / "a", sealed=sealed))) == []
+@pytest.mark.parametrize("store", STORES)
+def test_verify_finds_a_whole_trace_whole(tmp_path, small_files, sealed, store):
+    path = written(tmp_path / "a", sealed=sealed, store=store)
+
+    assert tensors(path) == WANTED
+    assert list(verify(path)) == []
 
 
 def test_the_last_file_ends_with_the_inner_chunk_of_its_last_tensor(tmp_path):
@@ -72,7 +80,7 @@ def test_the_last_file_ends_with_the_inner_chunk_of_its_last_tensor(tmp_path):
         ("step/zarr.json", "It is missing"),
     ],
 )
-def test_verify_names_what_is_damaged_beside_the_tensors(tmp_path, small_shards, file, what):
+def test_verify_names_what_is_damaged_beside_the_tensors(tmp_path, small_files, file, what):
     path = written(tmp_path / "a")
     damaged = path / SHARED / file
     if what == "It is missing":
@@ -86,7 +94,42 @@ def test_verify_names_what_is_damaged_beside_the_tensors(tmp_path, small_shards,
     assert problem.message.startswith(what)
 
 
-def test_a_damaged_tensor_is_named_and_the_others_are_read(tmp_path, small_shards):
+@pytest.mark.parametrize("name", ["begin", "numel", "shape", "step", "call", "micro"])
+def test_verify_names_what_is_damaged_in_the_file_that_joins_the_segments(tmp_path, small_files, name):
+    path = written(tmp_path / "a", store="hdf5")
+    with h5py.File(path / "rank-00000/tensors.h5", "r+") as file:
+        values = file["0/output~3"][name]
+        values[(0,) * values.ndim] += 1
+
+    (problem,) = verify(path)
+
+    assert problem.file == "rank-00000/tensors.h5"
+    assert problem.message == f"'{name}' of place 0/output~3 is not what the log has."
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda line: {**line, "places": []}, "does not say where row"),
+        (lambda line: {**line, "places": [[0, *line["places"][0][1:]]]}, "a line that is no segment"),
+        (lambda line: {**line, "places": [[line["places"][0][0], 0, -1, 0]]}, "a line that is no segment"),
+        (lambda line: {**line, "places": [[*line["places"][0][:2], 1, line["places"][0][3]]]}, "where .* ends"),
+    ],
+)
+def test_a_damaged_table_of_segments_gives_no_wrong_tensor(tmp_path, small_files, change, what):
+    path = written(tmp_path / "a", store="hdf5")
+    table = path / "rank-00000/segments.jsonl"
+    lines = [json.loads(line) for line in table.read_text().splitlines()]
+    at = next(number for number, line in enumerate(lines) if line.get("places"))
+    lines[at] = change(lines[at])
+    table.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    with pytest.raises(replay.TraceDamaged, match=what):
+        replay.open(path).tensor(2, "0")
+    assert list(verify(path)) != []
+
+
+def test_a_damaged_tensor_is_named_and_the_others_are_read(tmp_path, small_files):
     path = written(tmp_path / "a")
     shard = path / SHARED / "data/c/0"
     shard.write_bytes(b"\x01" + shard.read_bytes()[1:])
@@ -97,14 +140,18 @@ def test_a_damaged_tensor_is_named_and_the_others_are_read(tmp_path, small_shard
     assert replay.open(path).tensor(3, "0").tolist() == WANTED[3, "0"]
 
 
-def test_a_torn_trace_is_recovered_for_other_programs(tmp_path, small_shards):
-    path = written(tmp_path / "a", sealed=False)
+@pytest.mark.parametrize("store", STORES)
+def test_a_torn_trace_is_recovered_for_other_programs(tmp_path, small_files, store):
+    path = written(tmp_path / "a", sealed=False, store=store)
 
     result = CliRunner().invoke(hookrec_main, ["recover", str(path)])
 
     assert result.exit_code == 0
     assert tensors(path) == WANTED
-    place = zarr.open_group(path / SHARED, mode="r")
+    if store == "zarr":
+        place = zarr.open_group(path / SHARED, mode="r")
+    else:
+        place = h5py.File(path / "rank-00000/tensors.h5")["0/output~3"]
     steps = place["step"][:].tolist()
     assert steps == [2, 3, 4, 6, 7, 8, 9]
     for i, step in enumerate(steps):
@@ -123,7 +170,7 @@ def test_a_conversion_gives_each_store_what_it_can_hold(tmp_path, target):
     layouts = [
         json.loads(line)["layout"] for line in (tmp_path / "b/rank-00000/streams.jsonl").read_text().splitlines()
     ]
-    assert ("ragged" in layouts) == (target == ("zarr", None))
+    assert ("ragged" in layouts) == (target[1] is None)
     streams = [path / "rank-00000/streams.jsonl" for path in (path, tmp_path / "c")]
     assert streams[0].read_text() == streams[1].read_text()
 
@@ -170,7 +217,7 @@ def have(path: Path) -> set[int]:
     return found
 
 
-def test_a_quota_drops_the_first_shards_of_a_shared_place(tmp_path, small_shards):
+def test_a_quota_drops_the_first_shards_of_a_shared_place(tmp_path, small_files):
     path = written(tmp_path / "a")
     rank = path / "rank-00000"
     first = [shard for shard in shards(rank) if shard.path == path / SHARED / "data/c/0"]
@@ -190,7 +237,7 @@ def test_a_quota_drops_the_first_shards_of_a_shared_place(tmp_path, small_shards
     assert data[2048:3072].tolist() == WANTED[4, "0"]
 
 
-def test_a_quota_drops_all_that_it_may_and_statistics_stay(tmp_path, small_shards):
+def test_a_quota_drops_all_that_it_may_and_statistics_stay(tmp_path, small_files):
     path = written(tmp_path / "a")
     records = replay.open(path).select().to_pandas().drop(columns="kept")
 
@@ -204,7 +251,7 @@ def test_a_quota_drops_all_that_it_may_and_statistics_stay(tmp_path, small_shard
     assert bytes_on_disk(path) > 0
 
 
-def test_files_of_shared_places_that_a_kill_left_behind_go_later(tmp_path, small_shards, monkeypatch):
+def test_files_of_shared_places_that_a_kill_left_behind_go_later(tmp_path, small_files, monkeypatch):
     path = written(tmp_path / "a")
     rank = path / "rank-00000"
     with monkeypatch.context() as patch:
@@ -247,7 +294,7 @@ def test_a_random_tensor_among_hundreds_of_shapes_is_read_within_200_microsecond
     assert np.median(seconds) < 200e-6
 
 
-def test_a_missing_file_is_damage_of_its_tensors_alone(tmp_path, small_shards):
+def test_a_missing_file_is_damage_of_its_tensors_alone(tmp_path, small_files):
     path = Path(shutil.copytree(written(tmp_path / "a"), tmp_path / "b"))
     (path / SHARED / "data/c/0").unlink()
 

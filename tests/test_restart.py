@@ -317,7 +317,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     ("tensors", "killed_at"),
     [(True, None), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, None), (True, 9), (False, 5)))],
 )
-def test_tensors_may_be_switched_off_and_on_again_and_again(tmp_path, tensors, killed_at):
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_tensors_may_be_switched_off_and_on_again_and_again(tmp_path, tensors, killed_at, store):
     """Four lengths, of which two share a place; they are switched every fourth step."""
     path, model = tmp_path / "a", nn.Sequential(nn.Identity())
     kept = [step for step in range(24) if (step // 4 % 2 == 0) == tensors]
@@ -325,7 +326,9 @@ def test_tensors_may_be_switched_off_and_on_again_and_again(tmp_path, tensors, k
         contextlib.nullcontext()
         if killed_at is None
         else pytest.warns(hookrec.HookrecWarning, match="another goes on"),
-        hookrec.attach(model, path, keep_free=0, kinds="output", clock="manual", tensors=tensors) as recorder,
+        hookrec.attach(
+            model, path, store=store, keep_free=0, kinds="output", clock="manual", tensors=tensors
+        ) as recorder,
     ):
         for step in range(24):
             if step == killed_at:

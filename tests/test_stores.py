@@ -1,6 +1,7 @@
 """What every store promises: any order of appends, any name, dtype and shape, come back to the byte."""
 
 import contextlib
+import json
 import mmap
 import os
 from collections.abc import Sequence
@@ -107,6 +108,11 @@ class StoreContract:
 
 
 class FileContract(StoreContract):
+    def place_of(self, directory: Path, placed: Placed) -> tuple[Path, int]:
+        """Return the file that a record is in, the largest, and the byte at which it begins."""
+        files = (path for path in directory.rglob("*") if path.is_file())
+        return max(files, key=lambda path: path.stat().st_size), placed.offset
+
     def test_a_file_that_is_cut_off_is_damaged(self):
         directory = self.new_directory()
         (stream,) = self.streams([("a", "float32", (1000,))])
@@ -115,9 +121,9 @@ class FileContract(StoreContract):
         _, memory, places = in_memory(np.random.default_rng(0), stream.nbytes, 3)
         placed = writer.append(0, memory, places)
         writer.close()
-        largest = max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-        with largest.open("r+b") as file:
-            file.truncate(placed[-1].offset + 10)
+        path, begin = self.place_of(directory, placed[-1])
+        with path.open("r+b") as file:
+            file.truncate(begin + 10)
         reader = self.reader(directory)
 
         with pytest.raises(TraceDamaged, match="too short"):
@@ -249,13 +255,8 @@ class TestZarrWithZstd(TestZarr):
     codec = "zstd"
 
 
-class TestZarrRagged(TestZarr):
-    """All shapes share a place, as matrices. Its files are so small that tensors go from one to the next."""
-
-    @pytest.fixture(autouse=True)
-    def small_shards(self, monkeypatch):
-        monkeypatch.setattr("replay.ragged.SHARD_BYTES", 1 << 15)
-        monkeypatch.setattr("replay.ragged._INNER_BYTES", 1 << 12)
+class RaggedContract(FileContract):
+    """All shapes share a place, as matrices."""
 
     def streams(self, kinds):
         name, dtype, _ = kinds[0]
@@ -266,14 +267,49 @@ class TestZarrRagged(TestZarr):
             for number, shape in enumerate(shapes)
         ]
 
+    def in_order(self, streams, want):
+        """Of each tensor step, call, number of its stream and row, in the order of the table."""
+        return sorted((row // 2, row % 2, s.id, row) for s in streams for row in range(len(want[s.id])))
+
     def compare_with_others(self, directory, streams, want):
         for stream in streams:
             direct = stream.nbytes >= 65_536 or stream.nbytes % 4096 == 0
             for placed, _ in want[stream.id]:
                 assert placed.offset % 4096 == 0 or not direct
+
+    def test_a_writer_that_goes_on_keeps_off_what_is_there(self):
+        """Also off what was written and never committed, of which no row tells."""
+        directory = self.new_directory()
+        one, other = self.streams([("a", "uint8", (5000,)), ("a", "uint8", (8192,))])
+        rng, kept = np.random.default_rng(0), []
+        for stream, committed in ((one, 3), (other, 0), (one, 2), (other, 4)):
+            writer = self.writer(directory)
+            rows = [sum(count for s, count, _ in kept if s is known) for known in (one, other)]
+            writer.add(one, rows[0])
+            writer.add(other, rows[1])
+            records, memory, places = in_memory(rng, stream.nbytes, 4)
+            placed = writer.append(stream.id, memory, places)
+            kept.append((stream, committed, list(zip(placed, records, strict=True))[:committed]))
+            writer.close()
+
+        want = {s.id: [found for stream, _, part in kept if stream is s for found in part] for s in (one, other)}
+        self.compare(directory, [one, other], want)
+        assert [placed.row for placed, _ in want[one.id]] == list(range(5))
+
+
+class TestZarrRagged(RaggedContract, TestZarr):
+    """Its files are so small that tensors go from one to the next."""
+
+    @pytest.fixture(autouse=True)
+    def small_shards(self, monkeypatch):
+        monkeypatch.setattr("replay.ragged.SHARD_BYTES", 1 << 15)
+        monkeypatch.setattr("replay.ragged._INNER_BYTES", 1 << 12)
+
+    def compare_with_others(self, directory, streams, want):
+        super().compare_with_others(directory, streams, want)
         dtype = streams[0].dtype
         path = directory / "tensors.zarr" / streams[0].location
-        expected = sorted((row // 2, row % 2, s.id, row) for s in streams for row in range(len(want[s.id])))
+        expected = self.in_order(streams, want)
         if dtype not in ML_DTYPES:
             place = zarr.open_group(path, mode="r")
             assert list(zip(place["step"][:], place["call"][:], strict=True)) == [key[:2] for key in expected]
@@ -303,25 +339,6 @@ class TestZarrRagged(TestZarr):
         writer.close()
 
         assert offsets == [0, 10, 4096, 12_288, 16_384, 90_112]
-
-    def test_a_writer_that_goes_on_keeps_off_what_is_there(self):
-        """Also off what was written and never committed, of which no row tells."""
-        directory = self.new_directory()
-        one, other = self.streams([("a", "uint8", (5000,)), ("a", "uint8", (8192,))])
-        rng, kept = np.random.default_rng(0), []
-        for stream, committed in ((one, 3), (other, 0), (one, 2), (other, 4)):
-            writer = self.writer(directory)
-            rows = [sum(count for s, count, _ in kept if s is known) for known in (one, other)]
-            writer.add(one, rows[0])
-            writer.add(other, rows[1])
-            records, memory, places = in_memory(rng, stream.nbytes, 4)
-            placed = writer.append(stream.id, memory, places)
-            kept.append((stream, committed, list(zip(placed, records, strict=True))[:committed]))
-            writer.close()
-
-        want = {s.id: [found for stream, _, part in kept if stream is s for found in part] for s in (one, other)}
-        self.compare(directory, [one, other], want)
-        assert [placed.row for placed, _ in want[one.id]] == list(range(5))
 
 
 class TestZarrWithBlosc(TestZarr):
@@ -355,6 +372,60 @@ class TestHdf5(FileContract):
                 assert file[stream.location]["call"][:].tolist() == [i % 2 for i in range(data.shape[0])]
                 if stream.dtype not in ("bfloat16", "float8_e5m2"):  # those h5py widens
                     assert data[:].tobytes() == b"".join(record for _, record in want[stream.id])
+
+
+class TestHdf5Ragged(RaggedContract, TestHdf5):
+    """Its segments are so small that most have room for a few tensors."""
+
+    @pytest.fixture(autouse=True)
+    def small_segments(self, monkeypatch):
+        monkeypatch.setattr("replay.hdf5_segments._FIRST_SEGMENT_BYTES", 1 << 13)
+        monkeypatch.setattr("replay.hdf5_segments._SEGMENT_BYTES", 1 << 15)
+
+    def compare_with_others(self, directory, streams, want):
+        super().compare_with_others(directory, streams, want)
+        expected = self.in_order(streams, want)
+        with h5py.File(directory / "tensors.h5") as file:
+            place = file[streams[0].location]
+            assert list(zip(place["step"][:], place["call"][:], strict=True)) == [key[:2] for key in expected]
+            assert place["begin"].dims[0]["step"][:].tolist() == [key[0] for key in expected]
+            if streams[0].dtype not in ("bfloat16", "float8_e5m2"):  # those h5py widens
+                for i, (_, _, number, row) in enumerate(expected):
+                    begin, numel, shape = place["begin"][i], place["numel"][i], place["shape"][i]
+                    tensor = place["data"][begin : begin + numel].reshape(shape)
+                    assert tensor.shape == streams[number].shape
+                    assert tensor.tobytes() == want[number][row][1]
+
+    def place_of(self, directory, placed):
+        for line in map(json.loads, (directory / "segments.jsonl").read_text().splitlines()):
+            ((_, first, rows, offset),) = line["places"]
+            begin = placed.offset - 4 * first  # float32
+            if 0 <= begin < 4 * rows:
+                return directory / line["file"], offset + begin
+        raise AssertionError("no segment has it")
+
+    def test_a_tensor_lies_in_one_segment_whatever_its_size(self):
+        directory = self.new_directory()
+        streams = self.streams([("a", "uint8", (n,)) for n in (10, 5000, 70_000, 1_000_000)])
+        writer = self.writer(directory)
+        for stream in streams:
+            writer.add(stream)
+        rng, want = np.random.default_rng(0), {stream.id: [] for stream in streams}
+        for number in (0, 1, 2, 0, 3, 1, 1, 0, 2):
+            records, memory, places = in_memory(rng, streams[number].nbytes, 1)
+            want[number] += zip(writer.append(number, memory, places), records, strict=True)
+        writer.close()
+
+        lines = (directory / "segments.jsonl").read_text().splitlines()
+        parts = [entry for line in map(json.loads, lines) for entry in line["places"]]
+        assert [first for _, first, _, _ in parts[1:]] == [first + rows for _, first, rows, _ in parts[:-1]]
+        for found in want.values():
+            for placed, _ in found:
+                (holds,) = [(first, rows) for _, first, rows, _ in parts if first <= placed.offset < first + rows]
+                assert placed.offset + placed.nbytes <= sum(holds)
+        self.compare(directory, streams, want)
+        self.seal(directory, [(stream, rows_of(want[stream.id])) for stream in streams])
+        self.compare_with_others(directory, streams, want)
 
 
 class TestHdf5WithZstd(TestHdf5):
