@@ -80,12 +80,23 @@ class AutoRecord:
         try:
             model = roots[""] if list(roots) == [""] else roots
             self.recorder = attach(model, self._path, **self._options)
+            if self._say is not None:
+                self.recorder.at_boundary(self._say_cost)
             if self._stop_after is not None:
                 self.recorder.at_boundary(self._stop)
         except AttachError as error:
             self._fail(str(error))
         except Exception as error:
             self._fail(f"{type(error).__name__}: {error}")
+
+    def _say_cost(self) -> None:
+        """Say between two steps what the first recorded one was, and ask to be called again if none was yet."""
+        assert self.recorder is not None
+        assert self._say is not None
+        if self.recorder.cost is not None:
+            self._say(self.recorder.cost)
+        elif self.recorder.active:
+            self.recorder.at_boundary(self._say_cost)
 
     def _stop(self) -> None:
         """End the script between two steps if it has had enough of them, and ask to be called again if not."""

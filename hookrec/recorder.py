@@ -290,6 +290,11 @@ class Recorder:
         """Return what `hookrec status` shows: the trace, the plan, how far it is."""
         return {"trace": str(self.path), **self._recording.facts()}
 
+    @property
+    def cost(self) -> str | None:
+        """What the first recorded step was, and for how many like it there is room; None before, and in flight mode."""
+        return self._recording.cost
+
     def at_boundary(self, do: Callable[[], None]) -> None:
         """Call a function between two steps, on the thread that trains. Any thread may ask.
 

@@ -331,6 +331,11 @@ class Recording:
         for _ in range(len(self.requests)):  # one may ask for the next time
             self.requests.popleft()()
 
+    @property
+    def cost(self) -> str | None:
+        """What the first recorded step was, and for how many like it there is room; None before."""
+        return self._remarks.cost
+
     def facts(self) -> dict[str, Any]:
         """Return how far the recording is, for whoever looks from another thread."""
         now = time.perf_counter()
@@ -438,6 +443,11 @@ class Recording:
             for name, seconds in cost.items():
                 self._books[name] += seconds
             self._books["recorded_steps"] += 1
+            if self._remarks.cost is None and self._plan.flight is None:
+                plan = None if self._writer.goes_on else self._plan
+                self._remarks.first_step(
+                    self.step_number, self._capture.records, self._ring.step_bytes, step_s, self._writer.directory, plan
+                )
         lines = self._ring.facts.get("scalars")
         if scalars and not (lines and lines[-1]["values"] is scalars):  # it is there if Ctrl-C came behind it
             self._add_scalars(self.step_number, scalars)

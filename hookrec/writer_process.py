@@ -42,6 +42,8 @@ class WriterProcess:
 
     def __init__(self, config: dict[str, Any], ring_bytes: int, restarts: int = 0) -> None:
         self._config = config
+        self.directory = Path(config["directory"])
+        self.goes_on = config["attempt"] is not None  # in a trace that has tensors already
         self._restarts = restarts
         self._pid = os.getpid()
         available = available_bytes()

@@ -1,11 +1,15 @@
 """What a recording is said to cost, against traces whose bytes and times are worked out by hand."""
 
 import json
+import logging
 import os
+import re
 import time
 
 import pytest
+import torch
 from click.testing import CliRunner
+from torch import nn
 
 import hookrec
 import replay
@@ -157,3 +161,52 @@ def test_status_does_without_a_trace_that_is_gone(tmp_path, folder):
 )
 def test_figures_are_said_in_units_that_fit(what, words):
     assert what == words
+
+
+def recorded_cost(path, monkeypatch, *, free_blocks=10**6, first=True, **plan) -> str | None:
+    """Record a step that has two records, of 4,096 float32 each; return what it is said to cost."""
+    model = nn.Sequential(nn.Linear(64, 64))
+    disk = os.statvfs_result((4096, 4096, 2 * 10**6, free_blocks, free_blocks, 0, 0, 0, 0, 255))
+    with hookrec.attach(model, path, clock="manual", ring="1MiB", **plan) as recorder:
+        monkeypatch.setattr("hookrec.remarks.os.statvfs", lambda _: disk)
+        assert recorder.cost is None
+        model(torch.ones(64, 64)).sum().backward()
+        recorder.step()
+        monkeypatch.undo()
+        return recorder.cost
+
+
+def test_the_first_recorded_step_says_for_how_many_like_it_there_is_room(tmp_path, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "hookrec")
+
+    by_limit = recorded_cost(tmp_path / "a", monkeypatch, max_bytes="1MB", keep_free=0.1)
+    # Of 2,000,000 blocks of 4,096 bytes a quarter is to stay free, and half is: 500,000 blocks, of 8 for each step.
+    by_disk = recorded_cost(tmp_path / "b", monkeypatch, max_bytes="1000TB", keep_free=0.25)
+    full = recorded_cost(tmp_path / "c", monkeypatch, free_blocks=10, keep_free=0.25)
+    statistics = recorded_cost(tmp_path / "d", monkeypatch, tensors=False)
+
+    begin = r"step 0: 2 records and 32\.8 kB of tensors, in [0-9.e-]+ s"
+    for said, room in (
+        (by_limit, "30 such steps, until max_bytes=1,000,000"),
+        (by_disk, "62,500 such steps, until keep_free=0.25"),
+        (full, "0 such steps, until keep_free=0.25"),
+    ):
+        assert re.fullmatch(f"{begin}; there is room for {re.escape(room)} ends the tensors\\.", said)
+    assert re.fullmatch(r"step 0: 2 records and 0\.0 kB of tensors, in [0-9.e-]+ s\.", statistics)
+    assert [record.message for record in caplog.records] == [by_limit, by_disk, full, statistics]
+
+
+def test_a_step_that_is_passed_by_has_no_cost_and_a_resumed_trace_tells_of_no_room(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4))
+    for resume, said in ((False, r"step 2: 1 records .* such steps.*"), (3, r"step 4: 1 records and [^;]*")):
+        with hookrec.attach(
+            model, tmp_path / "a", clock="manual", kinds="output", every=2, steps="2:", resume=resume, ring="1MiB"
+        ) as recorder:
+            while recorder.steps < (resume or 0) + 2:
+                assert recorder.cost is None
+                model(torch.ones(1, 4))
+                recorder.step()
+            model(torch.ones(1, 4))
+            recorder.step()
+
+            assert re.fullmatch(said, recorder.cost)

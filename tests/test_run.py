@@ -44,6 +44,7 @@ def test_a_script_ends_as_it_would_without_us(tmp_path, end, status):
     assert trace.steps == [0, 1, 2, 3]
     assert trace.layers == ["0", "1", "2"]
     assert len(trace.records()) == 4 * 6
+    assert "hookrec: step 0: 6 records and " in recorded.stderr
     if end != "SIGTERM":
         assert recorded.stderr.splitlines()[-1].startswith("hookrec: recorded 4 steps. Next: replay info ")
         how = "exception" if end in ("raise", "SIGINT") else "detached"
