@@ -415,8 +415,7 @@ def _add_tensor(connection: "duckdb.DuckDBPyConnection", tensor: Tensor, trouble
 
     def values(rank: int, step: int, layer: str, kind: str, call: int, path: str) -> NDArray[np.float64] | None:
         try:
-            with one_at_a_time:
-                found = tensor(step, layer, kind, call=call, path=path, rank=rank)
+            found = tensor(step, layer, kind, call=call, path=path, rank=rank)
         except NotRecorded:
             return None
         except ReplayError as error:
@@ -426,9 +425,15 @@ def _add_tensor(connection: "duckdb.DuckDBPyConnection", tensor: Tensor, trouble
             found = np.abs(found)
         return found.reshape(-1).astype(np.float64)
 
+    # As Arrow's, since of numbers that Python or numpy has, DuckDB makes null of those that are NaN.
+    def lists(rank: Any, step: Any, layer: Any, kind: Any, call: Any, path: Any) -> pa.Array:
+        keys = (column.to_pylist() for column in (rank, step, layer, kind, call, path))
+        with one_at_a_time:
+            return pa.array([values(*key) for key in zip(*keys, strict=True)], pa.large_list(pa.float64()))
+
     types = ["INTEGER", "BIGINT", "VARCHAR", "VARCHAR", "INTEGER", "VARCHAR"]
     make: Any = connection.create_function  # its stubs know fewer names of types than it does
-    make("tensor_values", values, types, "DOUBLE[]", null_handling="special")
+    make("tensor_values", lists, types, "DOUBLE[]", type="arrow", null_handling="special")
     fields = ", ".join(f"record.{name}" for name in _KEY)
     connection.execute(f"create macro tensor(record) as tensor_values({fields})")
 

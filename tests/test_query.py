@@ -15,6 +15,7 @@ import replay
 from replay.cli import main
 from replay.format import RECORD_SCHEMA
 from replay.log import LogWriter, compact
+from tests.handwritten import Written, write_trace
 
 STEPS = 6
 
@@ -98,6 +99,30 @@ def test_tensors_can_be_asked_for_their_values(trace):
     )
 
     assert found["m"].to_pylist() == pytest.approx(expected)
+
+
+def test_the_values_of_a_tensor_that_are_not_finite_are_what_they_are(tmp_path):
+    odd = np.array([1.5, np.nan, np.inf, -np.inf, 0.0], np.float32)
+    path = write_trace(
+        tmp_path / "a",
+        Written("0", odd),
+        Written("1", np.array([], np.float32)),
+        Written("2", np.array([complex(math.nan, 0), complex(3, 4)], np.complex64)),
+    )
+
+    found = replay.open(path).sql(
+        "select layer, count(v) as n, count(*) filter (isnan(v)) as n_nan, count(*) filter (isinf(v)) as n_inf "
+        "from (select layer, unnest(tensor(r)) as v from records r) group by 1 order by 1"
+    )
+    whole = replay.open(path).sql("select tensor(r) as v from records r order by layer")["v"].to_pylist()
+
+    assert found.to_pylist() == [
+        {"layer": "0", "n": 5, "n_nan": 1, "n_inf": 2},
+        {"layer": "2", "n": 2, "n_nan": 1, "n_inf": 0},
+    ]
+    assert [len(values) for values in whole] == [5, 0, 2]
+    np.testing.assert_array_equal(whole[0], odd)
+    np.testing.assert_array_equal(whole[2], [math.nan, 5.0])
 
 
 def test_a_record_without_a_tensor_has_no_values(tmp_path):
