@@ -13,12 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 import replay
 from hookrec.findings import Check, Finding, as_alert
 from replay.grid import BACKGROUND
-from replay.recent import Window
+from replay.recent import Known, Window, known_steps
 
 _BETWEEN_S = 1.0
 _SHARE = 0.1
@@ -111,7 +110,7 @@ class Judge:
         if since is None or self._running is not None or now < self._next:
             return
         trace = self._window.recent(self._path, directories, since, BACKGROUND) or self._path
-        future = executor.submit(_judge, self._check, trace, since)
+        future = executor.submit(_judge, self._check, trace, since, self._window.first_step)
         self._unchecked, self._running = None, (future, since, now)
 
         def tell(done: "Future[_Judged]") -> None:
@@ -141,8 +140,8 @@ class Judge:
             self._unchecked = since if self._unchecked is None else min(since, self._unchecked)
             self._next = now + _TROUBLE_REST_S
             raise
-        if judged.steps is not None:
-            self._window.learn(judged.steps)
+        if judged.known is not None:
+            self._window.learn(judged.known)
         self._pace.took(self._path, judged.took_s)
         self._next = self._pace.next(began)
         return judged.findings
@@ -154,16 +153,16 @@ class Judge:
 
 @dataclass(frozen=True)
 class _Judged:
-    """What rules found, the seconds of a core that took, and all steps of the trace if it was opened for that."""
+    """What rules found, the seconds of a core that took, and what the trace has if it was opened for that."""
 
     findings: list[Finding]
     took_s: float
-    steps: NDArray[np.int64] | None
+    known: Known | None
 
 
-def _judge(check: Check, trace: Path | replay.Trace, since: int) -> _Judged:
+def _judge(check: Check, trace: Path | replay.Trace, since: int, first: int) -> _Judged:
     began = time.thread_time()
     with replay.open(trace) if isinstance(trace, Path) else trace as found:
         findings = list(check(found, since))
-        steps = np.asarray(found.steps, np.int64) if isinstance(trace, Path) else None
-    return _Judged(findings, time.thread_time() - began, steps)
+        known = known_steps(found, first) if isinstance(trace, Path) else None
+    return _Judged(findings, time.thread_time() - began, known)

@@ -5,16 +5,18 @@ over fifty of them would read each commit a thousand times. So a follower hands 
 keeps what rules look back at, and `Recent` is a trace that finds it there. Whatever else a rule asks for, it reads.
 """
 
-from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 from numpy.typing import NDArray
 
+from replay.attempts import FOR_EVER
 from replay.documents import read_identity, read_modules
 from replay.filters import Names, Steps
 from replay.rank import Rank
@@ -24,19 +26,67 @@ from replay.trace import Trace
 _MOST_ROWS = 100_000
 """Records that a window holds: 20 MB. Rules over larger steps read them from the log."""
 
+_MOST_BEFORE = 10_000
+"""Steps before a window that it knows: a rank that lags behind the others by more makes it begin anew."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What a trace on the disk has, to tell what a window has lost. Made by `known_steps`.
+
+    Attributes:
+        steps: all, sorted.
+        counts: by rank, how many records each step has, from some step on.
+    """
+
+    steps: NDArray[np.int64]
+    counts: dict[int, dict[int, int]]
+
+
+def known_steps(trace: Trace, first: int) -> Known:
+    """Return what `Window.learn` has to know of a trace, which is read for that.
+
+    Args:
+        trace: the trace, opened after the window had been asked in vain.
+        first: the first step of the window.
+    """
+    counts: dict[int, dict[int, int]] = {}
+    for rank, table in trace.scan(["step"], steps=slice(first, None)):
+        _count(counts.setdefault(rank, {}), *np.unique(table["step"].to_numpy(), return_counts=True))
+    return Known(np.asarray(trace.steps, np.int64), counts)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Records of one rank that were read together, and how many each of their steps has."""
+
+    rank: int
+    steps: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    records: pa.Table
+
 
 class Window:
     """The last steps of one trace. Owned by one thread.
 
-    It is whole when nothing lies before it, or when it reaches as far back as is asked. It begins anew where a step
-    comes a second time, since a training that was resumed supersedes steps that are in it.
+    It has all records of all ranks from one step on, or does not know from which. It begins anew where
+    a step comes a second time, since a training that was resumed supersedes steps that are in it; the other ranks have
+    lost then what they had. What it does not know it learns from the trace on the disk.
     """
 
     def __init__(self) -> None:
-        self._parts: deque[tuple[NDArray[np.int64], pa.Table]] = deque()  # steps, sorted, and their records
+        self._parts: list[_Part] = []
         self._last: dict[int, int] = {}
-        self._earlier: int | None = None  # recorded steps before it, if that is known
+        self._from: int | None = None
+        self._earlier = 0  # recorded steps before that one
+        self._before = np.zeros(0, np.int64)  # the last of these
+        self._asked: dict[int, dict[int, int]] | None = None  # what it had when it did not know
         self._rows = 0
+
+    @property
+    def first_step(self) -> int:
+        """The first step of which it has something."""
+        return min((int(part.steps[0]) for part in self._parts), default=0)
 
     def begin(self, *, at_the_beginning: bool) -> None:
         """Begin anew.
@@ -44,30 +94,54 @@ class Window:
         Args:
             at_the_beginning: whether nothing is recorded before what is added next.
         """
-        self._parts.clear()
-        self._last.clear()
-        self._earlier = 0 if at_the_beginning else None
-        self._rows = 0
+        self._parts = []
+        self._from = 0 if at_the_beginning else None
+        self._earlier, self._before, self._asked, self._rows = 0, self._before[:0], None, 0
 
     def add(self, records: pa.Table) -> None:
         """Take records that were read: of one rank, behind those before."""
-        rank, steps = int(records["rank"][0].as_py()), np.unique(records["step"].to_numpy())
-        if int(steps[0]) <= self._last.get(rank, -1):
+        steps, counts = np.unique(records["step"].to_numpy(), return_counts=True)
+        part = _Part(int(records["rank"][0].as_py()), steps, counts, records)
+        if int(steps[0]) <= self._last.get(part.rank, -1) or not self._follows(part, self._before):
             self.begin(at_the_beginning=False)
-        self._last[rank] = int(steps[-1])
-        self._parts.append((steps, records))
-        self._rows += len(records)
+        self._last[part.rank] = int(steps[-1])
+        if self._from is not None:
+            part = _cut(part, self._from)
+        if len(part.steps):
+            self._parts.append(part)
+            self._rows += len(part.records)
         if self._rows > _MOST_ROWS:
             self.begin(at_the_beginning=False)
 
-    def learn(self, steps: NDArray[np.int64]) -> None:
-        """Learn how many steps are before it.
+    def _follows(self, part: _Part, before: NDArray[np.int64]) -> bool:
+        """Whether its steps before the window, if it has any, are among those that were counted."""
+        return self._from is None or bool(np.isin(part.steps[part.steps < self._from], before).all())
+
+    def learn(self, known: Known) -> None:
+        """Learn from which step on it has everything, and how many are before.
+
+        What was read before it began is not in it: of these steps the disk has more records. What was committed after
+        it was asked is, or will be.
 
         Args:
-            steps: all that the trace has, sorted, at a time when all that was added is among them.
+            known: of the trace, opened after `recent` has returned None. Nothing is learnt if it has begun anew since.
         """
-        if self._earlier is None and self._parts:
-            self._earlier = int(np.searchsorted(steps, self._steps[0]))
+        if self._asked is None:
+            return
+        asked, self._asked = self._asked, None
+        # Nothing in it: all that is on the disk may have been read before.
+        lost = [-1] if asked else known.steps[-1:].tolist()
+        for rank in known.counts.keys() | asked.keys():
+            here, there = asked.get(rank, {}), known.counts.get(rank, {})
+            last = max(here, default=FOR_EVER)
+            lost += [step for step in here.keys() | there.keys() if step <= last and here.get(step) != there.get(step)]
+        self._from = max(self.first_step, 1 + max(lost, default=-1))
+        before = known.steps[known.steps < self._from]
+        if not all(self._follows(part, before) for part in self._parts):
+            self._from = None  # a rank that lags has steps of which nothing was known yet
+            return
+        self._earlier, self._before = len(before), before[-_MOST_BEFORE:]
+        self._let_go()
 
     def recent(self, path: Path, directories: Mapping[int, Path], since: int, background: int) -> "Recent | None":
         """Return the trace, with what rules that look at the steps from one on need in memory; None if it is not here.
@@ -78,20 +152,46 @@ class Window:
             since: the first step that is looked at.
             background: how many recorded steps before it are needed. What is before these is let go.
         """
+        if self._from is None:
+            self._asked = {}
+            for part in self._parts:
+                _count(self._asked.setdefault(part.rank, {}), part.steps, part.counts)
+            return None
         steps = self._steps
         at = int(np.searchsorted(steps, since))
-        if self._earlier is None or (self._earlier and at < background):
+        if self._earlier and at < background:
             return None
-        begin = steps[max(0, at - background)] if len(steps) else 0
-        while self._parts and self._parts[0][0][-1] < begin:
-            self._rows -= len(self._parts.popleft()[1])
-        left = self._steps
-        self._earlier += len(steps) - len(left)
-        return Recent(path, directories, [table for _, table in self._parts], left, self._earlier)
+        if at > background:
+            gone, self._from = steps[: at - background], int(steps[at - background])
+            self._earlier += len(gone)
+            self._before = np.concatenate([self._before, gone])[-_MOST_BEFORE:]
+            self._let_go()
+        return Recent(path, directories, [part.records for part in self._parts], self._steps, self._earlier)
+
+    def _let_go(self) -> None:
+        """Drop what is before the step from which on it has everything."""
+        assert self._from is not None
+        cut = [_cut(part, self._from) for part in self._parts]
+        self._parts = [part for part in cut if len(part.steps)]
+        self._rows = sum(len(part.records) for part in self._parts)
 
     @property
     def _steps(self) -> NDArray[np.int64]:
-        return np.unique(np.concatenate([np.zeros(0, np.int64), *(steps for steps, _ in self._parts)]))
+        return np.unique(np.concatenate([np.zeros(0, np.int64), *(part.steps for part in self._parts)]))
+
+
+def _cut(part: _Part, first: int) -> _Part:
+    """Return what of it is of the steps from one on."""
+    if part.steps[0] >= first:
+        return part
+    left = part.steps >= first
+    records = part.records.filter(pa.compute.field("step") >= first)
+    return _Part(part.rank, part.steps[left], part.counts[left], records)
+
+
+def _count(counts: dict[int, int], steps: NDArray[np.int64], more: NDArray[np.int64]) -> None:
+    for step, count in zip(steps.tolist(), more.tolist(), strict=True):
+        counts[step] = counts.get(step, 0) + count
 
 
 class Recent(Trace):
