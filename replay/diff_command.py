@@ -116,6 +116,10 @@ def _progress() -> Iterator[Callable[[float], None] | None]:
         yield told
 
 
+_MOST_STEPS = 10_000_000
+"""In a range that is one of several, of which a list is made."""
+
+
 def _steps(text: str | None) -> Any:
     """Read what --steps says: numbers and ranges as Python's slices have them."""
     if text is None:
@@ -130,7 +134,10 @@ def _steps(text: str | None) -> Any:
                 case [int(step)]:
                     chosen.append(step)
                 case [begin, int(end), *rest] if len(rest) < 2:
-                    chosen += range(begin or 0, end, (rest and rest[0]) or 1)
+                    steps = range(begin or 0, end, (rest and rest[0]) or 1)
+                    if end - (begin or 0) > _MOST_STEPS:
+                        raise BadQuery(f"--steps {text!r} has too many for a list. Write one range by itself.")
+                    chosen += steps
                 case _:
                     raise ValueError
     except ValueError:

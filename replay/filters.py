@@ -17,6 +17,8 @@ Globs = tuple[str, ...] | None
 """What `globs_of` makes of them."""
 Steps = int | slice | Iterable[int] | None
 """A step, a slice of steps, several steps, or None for all."""
+_MOST = 2**63 - 1
+"""The largest number that the log could have."""
 
 
 def globs_of(names: Names) -> Globs:
@@ -61,15 +63,13 @@ def steps_condition(steps: Steps, last: int) -> Any:
     Raises:
         BadQuery: a negative step, or one that is no 64-bit integer.
     """
-    if isinstance(steps, (int, np.integer)) and not -(2**63) <= steps < 2**63:
-        raise BadQuery(f"{steps} is no step: steps count from 0.")
     field = pa.compute.field("step")
     if steps is None:
         return None
     if isinstance(steps, (int, np.integer)):
-        return field == int(steps)
+        return field == _step(steps)
     if not isinstance(steps, slice):
-        return field.isin(pa.array([int(step) for step in steps], pa.int64()))
+        return field.isin(pa.array([_step(step) for step in steps], pa.int64()))
     begin, end, by = steps.start or 0, last + 1 if steps.stop is None else steps.stop, steps.step or 1
     if begin < 0 or end < 0 or by < 1:
         raise BadQuery(
@@ -77,4 +77,10 @@ def steps_condition(steps: Steps, last: int) -> Any:
         )
     if by != 1:
         return field.isin(pa.array(range(begin, min(end, last + 1), by), pa.int64()))
-    return (field >= begin) & (field < end)
+    return (field >= min(begin, _MOST)) & (field < min(end, _MOST))
+
+
+def _step(step: int) -> int:
+    if not -(2**63) <= step <= _MOST:
+        raise BadQuery(f"{step} is no step: steps count from 0.")
+    return int(step)

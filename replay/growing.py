@@ -23,7 +23,7 @@ from replay.exported import common_dtype, plain, with_values
 from replay.filters import Names, globs_of
 from replay.follow import Follower
 from replay.following import TORN_S, narrowed
-from replay.new_file import new_file
+from replay.new_file import check_place, new_file
 from replay.selection import KEY
 from replay.trace import Trace
 
@@ -90,6 +90,7 @@ def grow(
 @contextlib.contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Make the folder if it is not there, and see to it that nobody else writes to it."""
+    check_place(out)
     try:
         out.mkdir(exist_ok=True)
         folder = os.open(out, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -233,6 +233,10 @@ def _rows_where(
     import duckdb
 
     try:
+        where.encode()
+    except UnicodeEncodeError:
+        raise BadQuery(f"The condition {where!r} cannot be understood: it is no UTF-8.") from None
+    try:
         # By itself first, so that what is said of its syntax is never of the brackets that are put around it.
         if not where.strip() or len(connection.extract_statements(f"select 1 where\n{where}")) != 1:
             raise BadQuery(

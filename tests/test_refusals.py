@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 
+import pyarrow.parquet
 import pytest
 import torch
 from click.testing import CliRunner, Result
@@ -165,3 +166,83 @@ def test_a_note_on_all_layers_has_none(trace):
     (trace / "rank-00000/notes.jsonl").write_text(json.dumps({"step": 0, "layer": None, "note": "something"}) + "\n")
 
     assert "all layers, step 0: something" in ask("info", trace).output
+
+
+@pytest.mark.parametrize("place", ["rank-00000/records-00001.parquet", "rank-00000/x/y.parquet", "pinned", "rank-7"])
+@pytest.mark.parametrize("more", [(), ("--overwrite",), ("--partition", "layer"), ("--follow",)])
+def test_nothing_is_exported_to_where_it_would_be_a_part_of_a_trace(trace, tmp_path, place, more):
+    before = sorted(trace.rglob("*"))
+    (tmp_path / "link").symlink_to(trace)
+
+    for folder in (trace, tmp_path / "link"):
+        assert_is_one_message(ask("export", trace, folder / place, *more), "it would be a part of the trace")
+
+    assert sorted(trace.rglob("*")) == before
+    assert replay.open(trace).count == 8
+
+
+def test_a_picture_may_lie_beside_the_ranks_of_a_trace(trace):
+    assert ask("export", trace, trace / "all.parquet").exit_code == 0
+    assert replay.open(trace).count == 8
+
+
+@pytest.mark.parametrize("more", [(), ("--overwrite",), ("--partition", "layer")])
+def test_of_two_who_write_the_same_one_is_refused_and_the_other_is_whole(trace, tmp_path, monkeypatch, more):
+    out = tmp_path / "out.parquet"
+    parts = replay.Trace.record_parts
+
+    def slowly(self, *args):
+        monkeypatch.setattr(replay.Trace, "record_parts", parts)
+        assert_is_one_message(ask("export", trace, out, *more), "is being written by another process")
+        yield from parts(self, *args)
+
+    monkeypatch.setattr(replay.Trace, "record_parts", slowly)
+    assert ask("export", trace, out, *more).exit_code == 0
+
+    assert pyarrow.parquet.read_table(out, partitioning=None).num_rows == 8
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["a", "out.parquet"]
+
+
+def test_what_came_while_a_file_was_written_is_not_replaced(trace, tmp_path, monkeypatch):
+    out = tmp_path / "out.parquet"
+    parts = replay.Trace.record_parts
+
+    def slowly(self, *args):
+        out.write_text("somebody's")
+        yield from parts(self, *args)
+
+    monkeypatch.setattr(replay.Trace, "record_parts", slowly)
+    assert_is_one_message(ask("export", trace, out), "exists already")
+
+    assert out.read_text() == "somebody's"
+    assert not (tmp_path / "out.parquet.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "/"])
+def test_what_is_no_name_is_not_written_to(trace, name):
+    assert_is_one_message(ask("export", trace, name))
+    assert_is_one_message(ask("export", trace, name, "--partition", "layer"))
+
+
+@pytest.mark.parametrize(
+    "command", [("stats", "--where"), ("ls", "--where"), ("first",), ("sql",), ("trend", "--where")]
+)
+def test_a_condition_that_is_no_text_is_refused(trace, command):
+    result = ask(command[0], trace, *command[1:], "layer = '\udcff'")
+
+    assert_is_one_message(result, "UTF-8")
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("steps", [str(2**63), f"0,{2**63}", f"{2**63}:", f"0:{2**62},1"])
+def test_steps_that_no_trace_can_have_are_refused(trace, steps):
+    assert_is_one_message(ask("diff", trace, trace, "--steps", steps))
+
+
+def test_steps_beyond_the_largest_number_are_as_many_as_there_are(trace):
+    opened = replay.open(trace)
+
+    assert opened.records(steps=slice(1, 2**64)).equals(opened.records(steps=1))
+    assert len(opened.records(steps=slice(2**64, None))) == 0
+    with pytest.raises(replay.BadQuery, match="is no step"):
+        opened.records(steps=[0, 2**63])
