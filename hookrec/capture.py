@@ -131,7 +131,9 @@ class Capture:
             part = self._parts.get(stream) if self._parts else None
             nbytes = tensor.nbytes if part is None else part.nbytes
             kept, offset = self._keep_this_step, 0
-            if self._not_asked and stream in self._not_asked:
+            if call.step != self._step:
+                kept = self._keep_late(stream, call.step)
+            elif self._not_asked and stream in self._not_asked:
                 kept = NOT_ASKED
             counts_stream = address_of_counts = None
             if self._counts_of:
@@ -179,6 +181,12 @@ class Capture:
                 natively = self._native is not None and code is not None and measured is None
                 self._record_counts(counts_stream, tensor, call, counted=natively and tensor.numel() > 0)
             return statistics
+
+    def _keep_late(self, stream: int, step: int) -> int:
+        """Whether the tensor of a gradient that came after its step is kept: that is settled by the step's number."""
+        if not self._ruled.get(stream, self._plan).keeps_tensors(step):
+            return NOT_ASKED
+        return RING_FULL if self.ring_was_full else self._ring.control.stop_tensors
 
     def _record_counts(self, stream: int, tensor: Tensor, call: Call, *, counted: bool) -> None:
         """Record how many elements of a tensor there are of each exponent; whether the kernel has just counted them."""

@@ -247,6 +247,12 @@ class Plan:
         rules = [rule.as_json() for rule in self.rules]
         return {**dataclasses.asdict(self), "rules": rules, "transform": dict(self.transform)}
 
+    def unlike(self, other: Self) -> str:
+        """Return what it says otherwise than another, in words; an empty string if that is nothing."""
+        then, now = other.as_json(), self.as_json()
+        different = [name for name in now if now[name] != then[name]]
+        return ", ".join(f"{name} {_words(then[name])} -> {_words(now[name])}" for name in different)
+
     def changed(self, changes: Mapping[str, Any]) -> Self:
         """Return the plan with other values, given as `plan_of` takes them.
 
@@ -448,6 +454,10 @@ def _as_rule(what: str, rule: Mapping[str, Any]) -> Rule:
     for kind in kinds:
         _one_of("kind", kind, KINDS)
     return Rule(layers, kinds, record, tuple(options.items()))
+
+
+def _words(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _boolean(what: str, value: object) -> bool:

@@ -303,7 +303,7 @@ class Recorder:
         self._recording.requests.append(do)
 
     def change(self, changes: Mapping[str, Any]) -> str:
-        """Record by another plan from the step on that begins next; to be called between two steps.
+        """Record by another plan from the next step on: the one under way, if nothing of it has been recorded yet.
 
         Args:
             changes: arguments of `attach` that may be changed, such as `{"every": 1}`.

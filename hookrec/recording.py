@@ -86,6 +86,8 @@ class Recording:
         self._logged: set[str] = set()  # what the step that ended last has
         self._between = False  # whether a step has ended and no forward pass has begun since
         self._paused = False
+        self._under_way = False
+        self._coming: Plan | None = None  # what is followed when the step under way has ended
         self._remarks = Remarks(self.note)
         self._signals: list[str] = []
         self._since = self._began = time.perf_counter()
@@ -253,6 +255,7 @@ class Recording:
                 ended = self.step_number
                 try:
                     self._end_step()
+                    self._follow_coming()
                     self.answer_requests()
                     if self.active:
                         self._begin_step()
@@ -268,6 +271,7 @@ class Recording:
         if (
             self._hooks.installed
             or self._paused
+            or self._coming
             or self.requests
             or self._signals
             or self._scalars
@@ -293,14 +297,47 @@ class Recording:
         self._begin_step()
 
     def change(self, changes: Mapping[str, Any]) -> str:
-        """Record by another plan from the next step on; see `Recorder.change`. Called between two steps."""
-        plan = self._plan.changed(changes)
+        """Record by another plan from the step on of which nothing has come yet; see `Recorder.change`."""
+        with self._capture.lock:
+            if not self.active:
+                return "the recording has ended"
+            before = self._coming or self._plan
+            plan = before.changed(changes)
+            self._layers_for(plan)
+            words = plan.unlike(before)
+            if not words:
+                return "that is the plan already"
+            step = self.step_number
+            if self._under_way and (self._capture.records or any(self._clock.forwards)):
+                self._coming = plan
+                step += 1
+            else:
+                self._follow(plan)
+                if self._under_way:
+                    self._begin_step()
+            return f"from step {step} on: {words}"
+
+    def _layers_for(self, plan: Plan) -> tuple[list[Layer], list[Layer]]:
+        """Return all layers, and those that a plan chooses.
+
+        Raises:
+            AttachError: it chooses none.
+        """
         layers = layers_of(self._roots())
-        chosen = choose(layers, plan.layers, containers=plan.containers)
-        before, after = self._plan.as_json(), plan.as_json()
-        different = {name: value for name, value in after.items() if value != before[name]}
-        if not different:
-            return "that is the plan already"
+        return layers, choose(layers, plan.layers, containers=plan.containers)
+
+    def _follow_coming(self) -> None:
+        if (plan := self._coming) is not None:
+            try:
+                self._follow(plan)
+            except AttachError as error:  # the model is another by now
+                self.note(None, f"the plan could not be changed: {error}")
+            self._coming = None
+
+    def _follow(self, plan: Plan) -> None:
+        """Go by another plan; called when no step is under way, or nothing of it has come."""
+        layers, chosen = self._layers_for(plan)
+        words = plan.unlike(self._plan)
         self._plan = plan
         self._hooks.remove()
         self._hooks.choose(chosen, plan.kinds)
@@ -316,12 +353,10 @@ class Recording:
         self._parameters.choose(layers)
         self._clock.be_last()
         self._ring.facts["model"] = model_facts(layers, chosen, self._choices)
-        self._ring.facts["plan"] = after
+        self._ring.facts["plan"] = plan.as_json()
         self.look_for_globs(layers, chosen)
-        words = ", ".join(f"{name} {_words(before[name])} -> {_words(value)}" for name, value in different.items())
         self._noted.discard((None, f"the plan was changed: {words}"))  # it may be changed back and forth
-        self.note(None, f"the plan was changed: {words}", time=round(time.time(), 3), plan=after)
-        return f"from step {self.step_number} on: {words}"
+        self.note(None, f"the plan was changed: {words}", time=round(time.time(), 3), plan=plan.as_json())
 
     def _roots(self) -> dict[str, nn.Module]:
         return {name: model for name, reference in self._models.items() if (model := reference()) is not None}
@@ -351,6 +386,7 @@ class Recording:
         }
 
     def _begin_step(self) -> None:
+        self._under_way = True
         self._began = time.perf_counter()
         self._before = (self._guard.seconds, self._capture.seconds, self._ring.wait_s)
         self._ring.high_water_bytes = 0
@@ -416,6 +452,7 @@ class Recording:
             self._send_step()
         self.step_number += 1
         self._between = True
+        self._under_way = False
 
     def _look_for_records(self) -> None:
         """See that a step that should have records has some."""
@@ -514,10 +551,6 @@ def is_recorded(model: nn.Module) -> bool:
         recording.active and any(reference() is model for reference in recording._models.values())
         for recording in _recordings
     )
-
-
-def _words(value: Any) -> str:
-    return ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

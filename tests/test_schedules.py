@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from torch import nn
 
 import hookrec
@@ -95,6 +96,33 @@ def test_between_recorded_steps_no_module_has_a_hook(tmp_path):
     assert [step for step, there in enumerate(hooked) if there] == [1, 2, 5, 6, 8]
 
 
+@pytest.mark.parametrize("rules", [[], [{"layers": "0", "every": 1}]])
+@pytest.mark.parametrize("exponents", [False, True])
+def test_of_a_gradient_that_comes_after_its_step_the_tensor_is_kept_where_those_of_that_step_are(
+    tmp_path, rules, exponents
+):
+    model = nn.Sequential(nn.Identity())
+    options = {"exponents": exponents, "rules": rules, "tensor_steps": "::2", "clock": "manual"}
+    late = None
+    with hookrec.attach(model, tmp_path / "a", kinds="grad_output", keep_free=0, **options) as rec:
+        for step in range(6):
+            loss = (model(torch.ones(3).requires_grad_() * 1) * (step + 1.0)).sum()
+            if late is not None:
+                late.backward()
+            late = loss
+            rec.step()
+
+    trace = replay.open(tmp_path / "a")
+    rows = trace.records(kinds="grad_output").to_pylist()
+    assert [(row["step"], row["max"], row["kept"]) for row in rows] == [
+        (step, step + 1.0, step % 2 == 0) for step in range(5)
+    ]
+    assert [trace.tensor(step, "0", "grad_output").tolist() for step in (0, 2, 4)] == [[1.0] * 3, [3.0] * 3, [5.0] * 3]
+    if exponents:
+        assert trace.records(kinds="exponents")["kept"].to_pylist() == [True] * 5
+    assert list(verify(tmp_path / "a")) == []
+
+
 def test_tensors_at_no_step_that_came_leave_a_whole_trace_of_statistics(tmp_path):
     model = convolutional()
 
@@ -122,6 +150,63 @@ def test_a_schedule_is_changed_while_recording_and_the_trace_says_so(tmp_path):
     notes = [json.loads(line) for line in (tmp_path / "a/rank-00000/notes.jsonl").read_text().splitlines()]
     assert notes[-1]["note"] == "the plan was changed: steps : -> 4:, tensor_steps 0 -> 5"
     assert notes[-1]["plan"]["steps"] == "4:"
+
+
+@pytest.mark.parametrize("when", ["between two steps", "after the forward pass", "after the backward pass"])
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_change_that_the_script_asks_for_costs_no_step_and_splits_none(tmp_path, when, every):
+    """As a script does that sees its loss jump: the plan is another from the step on of which nothing has come."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    changes = {4: {"kinds": ["output", "update"], "every": 1}, 8: {"kinds": ["grad_output"], "every": 2}}
+    said = []
+    with hookrec.attach(model, tmp_path / "a", kinds=["output", "grad_output"], every=every, keep_free=0) as rec:
+        for step in range(13):
+            for moment in ("between two steps", "after the forward pass", "after the backward pass"):
+                if moment == "after the forward pass":
+                    loss = model(torch.ones(3, 2)).sum()
+                elif moment == "after the backward pass":
+                    loss.backward()
+                if moment == when and step in changes:
+                    said.append(rec.change(changes[step]))
+                    with pytest.raises(hookrec.AttachError, match="matches none"):
+                        rec.change({"layers": "none"})
+            optimizer.step()
+        assert rec.change({"every": 2}) == "that is the plan already"
+    assert rec.change({"every": 1}) == "the recording has ended"
+
+    later = when != "between two steps"
+    expected = {step: {"output", "grad_output"} for step in range(0, 4 + later, every)}
+    expected |= {step: {"output", "update"} for step in range(4 + later, 8 + later)}
+    expected |= {step: {"grad_output"} for step in range(10 if later else 8, 13, 2)}
+    trace = replay.open(tmp_path / "a")
+    assert {step: set(trace.records(steps=step)["kind"].to_pylist()) for step in trace.steps} == expected
+    assert {(row["step"], row["layer"]) for row in trace.records(kinds="output").to_pylist()} == {
+        (step, layer) for step, kinds in expected.items() if "output" in kinds for layer in "01"
+    }
+    notes = [note for note in trace.notes if "plan" in note]
+    assert [note["step"] for note in notes] == [4 + later, 8 + later]
+    assert [words.split(":")[0] for words in said] == [f"from step {note['step']} on" for note in notes]
+
+
+def test_changes_in_the_middle_of_a_step_add_up(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    with hookrec.attach(model, tmp_path / "a", clock="manual", kinds="output", keep_free=0) as rec:
+        for _ in range(3):
+            model(torch.ones(1, 2))
+            if rec.steps == 0:
+                assert rec.change({"layers": "0"}) == "from step 1 on: layers * -> 0"
+                assert rec.change({"tensors": False}) == "from step 1 on: tensors True -> False"
+                assert rec.change({"layers": "1"}) == "from step 1 on: layers 0 -> 1"
+            model(torch.ones(1, 2))
+            rec.step()
+
+    trace = replay.open(tmp_path / "a")
+    rows = [(row["step"], row["layer"], row["call"], row["kept"]) for row in trace.records().to_pylist()]
+    assert rows == [
+        *((0, layer, call, True) for call in (0, 1) for layer in "01"),
+        *((step, "1", call, False) for step in (1, 2) for call in (0, 1)),
+    ]
 
 
 def test_a_file_with_a_plan_has_schedules_and_the_trace_repeats_them(tmp_path):
