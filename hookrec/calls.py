@@ -103,6 +103,10 @@ class Counted:
         self._calls = call + 1
         return call
 
+    def count_on(self, earlier: "Counted") -> None:
+        """Number calls behind those of another, which had the name before: a module may be replaced within a step."""
+        self._step, self._calls = earlier._step, earlier._calls
+
     def await_recomputation(self, call: Call, fingerprint: Fingerprint) -> None:
         """Remember a call that ran without grad: a recomputation may bring its gradients."""
         self._without_grad.append((call, fingerprint))

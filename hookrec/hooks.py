@@ -38,8 +38,10 @@ class HookedLayer(Counted, Uncopied):
 
     __slots__ = ("hooks", "module")
 
-    def __init__(self, layer: Layer, hooks: "Hooks") -> None:
+    def __init__(self, layer: Layer, hooks: "Hooks", earlier: Counted | None = None) -> None:
         super().__init__(layer.name, layer.root)
+        if earlier is not None:
+            self.count_on(earlier)
         self.left_out = hooks.left_out(layer.name)
         self.hooks: Hooks | None = hooks
         self.module = weakref.ref(layer.module)
@@ -107,7 +109,11 @@ class Hooks:
             self._input_gradients = "grad_input" in kinds
             self._frames = Frames() if self._inputs or self._input_gradients else None
         known = {(id(hook.module()), hook.name): hook for hook in self._layers}
-        self._layers = [known.get((id(layer.module), layer.name)) or HookedLayer(layer, self) for layer in layers]
+        earlier = {hook.name: hook for hook in self._layers}
+        self._layers = [
+            known.get((id(layer.module), layer.name)) or HookedLayer(layer, self, earlier.get(layer.name))
+            for layer in layers
+        ]
         for hook in self._handles.keys() - set(self._layers):
             self._take_off(hook)
         if self.installed:

@@ -45,11 +45,11 @@ _NAMESPACES = (torch, functional, Tensor, torch.linalg, torch.fft, torch.special
 class Owner:
     """A module in whose calls operations are recorded."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, earlier: "Owner | None") -> None:
         self.name = layer.name
         self.root = layer.root
         self.module = weakref.ref(layer.module)
-        self.operations: dict[tuple[str, int], Counted] = {}
+        self.operations: dict[tuple[str, int], Counted] = earlier.operations if earlier is not None else {}
         self.handles: list[RemovableHandle] = []
 
 
@@ -81,11 +81,15 @@ class Ops:
     def choose(self, layers: Iterable[Layer], globs: tuple[str, ...]) -> None:
         """Record inside of these modules from now on."""
         known, self._owners = self._owners, {}
+        earlier = {owner.name: owner for owner in known.values()}
         for layer in layers:
             if layer.why_not is None and layer.matches(globs) and not _is_leaf_of_torch(layer):
-                before = known.pop(id(layer.module), None)
-                same = before is not None and before.module() is layer.module and before.name == layer.name
-                self._owners[id(layer.module)] = before if before is not None and same else Owner(layer)
+                owner = known.get(id(layer.module))
+                if owner is not None and owner.module() is layer.module and owner.name == layer.name:
+                    del known[id(layer.module)]
+                else:
+                    owner = Owner(layer, earlier.get(layer.name))
+                self._owners[id(layer.module)] = owner
         for owner in known.values():
             _take_off(owner)
         if self._wanted:

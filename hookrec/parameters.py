@@ -99,6 +99,7 @@ class Parameters:
         if not self._kinds:
             return
         known, self._owned = self._owned, {}
+        earlier = {(owned.name, owned.path): owned for owned in known.values()}
         for layer in layers:
             if not layer.matches(self._globs):
                 continue
@@ -108,6 +109,8 @@ class Parameters:
                     if before is None or before.parameter() is not parameter or before.name != layer.name:
                         before = Owned(layer, name, parameter)
                         before.left_out = self.left_out(layer.name)
+                        if (replaced := earlier.get((layer.name, name))) is not None:
+                            before.counts = replaced.counts  # of the step under way
                     self._owned[id(parameter)] = before
         for owned in known.values():
             if owned not in self._owned.values():

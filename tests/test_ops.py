@@ -130,6 +130,23 @@ def test_a_fault_of_ours_in_an_operation_ends_the_recording_alone(tmp_path, monk
     assert hooks_on(model) == 0
 
 
+def test_a_module_that_gets_another_name_while_hooks_are_on_is_left_without_one(tmp_path):
+    model = nn.Sequential(Residual(), Residual())
+    with hookrec.attach(model, tmp_path / "a", ops="relu", kinds="output", clock="manual", keep_free=0) as rec:
+        for _ in range(2):
+            model(torch.ones(1, 3))
+            model.insert(0, Residual())
+            model(torch.ones(1, 3))
+            rec.step()
+
+    assert hooks_on(model) == 0
+    rows = replay.open(tmp_path / "a").records("*/relu#0").to_pylist()
+    assert sorted((row["step"], row["layer"], row["call"]) for row in rows) == [
+        *((0, f"{name}/relu#0", call) for name, call in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0))),
+        *((1, f"{name}/relu#0", call) for name, call in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0))),
+    ]
+
+
 def test_each_thread_has_operations_of_its_own(tmp_path):
     models = {name: nn.Sequential(Residual()) for name in "ab"}
     interval = sys.getswitchinterval()

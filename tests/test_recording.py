@@ -47,6 +47,41 @@ def test_each_record_is_bit_for_bit_what_a_clone_holds(tmp_path, make, how):
     assert differences(recorded(trace), oracle.records) == []
 
 
+def test_a_module_that_is_replaced_within_a_step_numbers_its_calls_on(tmp_path):
+    class Double(nn.Module):
+        def forward(self, x):
+            return x * 2.0
+
+    model = nn.Sequential(nn.Linear(3, 3), Double())
+    kinds = ("output", "grad_output", "param", "param_grad_acc")
+    weights = {}
+    with hookrec.attach(model, tmp_path / "a", clock="manual", ops="mul", kinds=kinds, keep_free=0) as rec:
+        for step in range(2):
+            for call in range(3):
+                model[0], model[1] = nn.Linear(3, 3), Double()
+                weights[step, call] = model[0].weight.detach().clone()
+                model(torch.eye(3)).sum().backward()
+            rec.step()
+
+    trace = replay.open(tmp_path / "a")
+    rows = trace.records(kinds=kinds[:2]).to_pylist()
+    assert sorted((row["step"], row["layer"], row["kind"], row["call"], row["micro"]) for row in rows) == sorted(
+        (step, layer, kind, call, call)
+        for step in range(2)
+        for layer in ("0", "1", "1/mul#0")
+        for kind in kinds[:2]
+        for call in range(3)
+    )
+    for (step, call), weight in weights.items():
+        doubled = trace.tensor(step, "1", call=call) - 2 * trace.tensor(step, "0", call=call)
+        assert not doubled.any()
+        bias = trace.tensor(step, "0", call=call) - weight.T.numpy()
+        np.testing.assert_allclose(bias, np.tile(bias[0], (3, 1)), atol=1e-6)
+        assert trace.tensor(step, "0", "param_grad_acc", call=call, path="bias").tolist() == [6.0] * 3
+    of_weight = trace.records(kinds="param", where="path = 'weight'").to_pylist()
+    assert [(row["step"], row["call"]) for row in of_weight] == [(0, 0), (1, 0)]
+
+
 def padded(watching=None, lengths=range(1, 41), store="zarr") -> nn.Module:
     """Train on sequences of other lengths each step, two in some, so that a layer is called with two shapes in it."""
     torch.manual_seed(0)
