@@ -94,6 +94,11 @@ class Clock:
         else:
             self.unwatch()
 
+    @property
+    def watches(self) -> bool:
+        """Whether forward passes are seen."""
+        return bool(self._root_handles)
+
     def be_last(self) -> None:
         """Come after those who have begun to listen to optimizers later: the step ends when they have seen it."""
         if self._stop_listening is not None:

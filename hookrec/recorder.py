@@ -331,7 +331,11 @@ class Recorder:
         atexit.unregister(self._at_exit)
 
     def log(self, **values: float | Tensor) -> None:
-        """Record numbers with the step that is under way.
+        """Record numbers with the step that is under way, or with the one that has just ended.
+
+        Between two steps, until the next forward pass, they belong to the one that ended. Forward passes of steps that
+        are not recorded are not seen: there a name belongs to the step under way if it was logged in the middle of a
+        recorded one before, else to the one that ended.
 
         Args:
             values: numbers, or tensors of one element, by name, such as `loss=loss`.

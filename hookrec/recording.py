@@ -84,6 +84,7 @@ class Recording:
         self.requests: deque[Callable[[], None]] = deque()  # what others want done between two steps
         self._noted: set[tuple[str | None, str]] = set()
         self._logged: set[str] = set()  # what the step that ended last has
+        self._logged_within: set[str] = set()  # what was logged before the optimizer stepped
         self._between = False  # whether a step has ended and no forward pass has begun since
         self._paused = False
         self._under_way = False
@@ -170,12 +171,18 @@ class Recording:
         """Take a number of the step under way, or of the one that has just ended.
 
         Most loops log the loss after the optimizer has stepped, which is after the end of the step. So until the next
-        forward pass a number belongs to the step that ended, unless that step has one of this name.
+        forward pass a number belongs to the step that ended, unless that step has one of this name. Of steps that are
+        not recorded no forward pass is seen: there it is as it was when the name was logged in one that was.
         """
         with self._capture.lock:
             if not self.active:
                 return
-            if self._between and name not in self._logged:
+            if any(self._clock.forwards):
+                self._logged_within.add(name)
+            elif self._clock.watches:
+                self._logged_within.discard(name)
+            within = name in self._logged_within and not (self._clock.watches or self._paused)
+            if self._between and name not in self._logged and not within:
                 self._logged.add(name)
                 self._add_scalars(self.step_number - 1, {name: value})
             else:

@@ -209,6 +209,30 @@ def test_changes_in_the_middle_of_a_step_add_up(tmp_path):
     ]
 
 
+def test_numbers_of_steps_that_are_not_recorded_are_filed_as_in_those_that_are(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before, after = (0, 2, 3, 6, 8, 11, 13), (0, 1, 5, 6, 8, 10, 13)
+    with hookrec.attach(model, tmp_path / "a", every=4, keep_free=0) as rec:
+        for step in range(14):
+            model(torch.ones(3, 2)).sum().backward()
+            if step in before:
+                rec.log(before=step)
+            optimizer.step()
+            if step in after:
+                rec.log(after=step)
+            if step % 5 == 1:
+                with rec.pause():
+                    rec.log(evaluated=step)
+
+    logged = {"before": [], "after": [], "evaluated": []}
+    for row in replay.open(tmp_path / "a").scalars().to_pylist():
+        if row["name"] in logged:
+            assert row["step"] == row["value"]
+            logged[row["name"]].append(row["step"])
+    assert logged == {"before": list(before), "after": list(after), "evaluated": [1, 6, 11]}
+
+
 def test_a_file_with_a_plan_has_schedules_and_the_trace_repeats_them(tmp_path):
     (tmp_path / "plan.toml").write_text('steps = "0:100,1000:2000:10"\ntensor_steps = "::100x3"\n')
     options = read_plan(tmp_path / "plan.toml")
