@@ -209,7 +209,7 @@ def gdb_script(pid: int, file: str, length: int) -> list[str]:
         "sharedlibrary libpython",
         # PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS
         f"set $place = ((void*(*)(void*, unsigned long, int, int, int, long))mmap)(0, {length + 1}, 3, 0x22, -1, 0)",
-        f"restore {file} binary (unsigned long)$place",
+        f"restore {file} binary $place",  # its own parser takes no expression with a blank in it
         "set $queued = ((int(*)(void*, void*))Py_AddPendingCall)((void*)PyRun_SimpleString, $place)",
         'printf "hookrec-queued %d\\n", $queued',
         "detach",
