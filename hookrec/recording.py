@@ -258,9 +258,11 @@ class Recording:
     def _tick(self) -> None:
         # Under the lock, since another thread may detach: no hook must be put on after that has taken them off.
         with self._capture.lock:
-            if self.active and not self._passes_by():
+            if self.active:
                 ended = self.step_number
                 try:
+                    if self._passes_by():
+                        return
                     self._end_step()
                     self._follow_coming()
                     self.answer_requests()

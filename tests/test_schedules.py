@@ -242,3 +242,21 @@ def test_a_file_with_a_plan_has_schedules_and_the_trace_repeats_them(tmp_path):
 
     plan = json.loads((tmp_path / "a/trace.json").read_text())["plan"]
     assert (plan["steps"], plan["tensor_steps"]) == ("0:100,1000:2000:10", "::100x3")
+
+
+def test_a_fault_in_a_step_that_is_passed_by_ends_the_recording_alone(tmp_path, monkeypatch):
+    model = nn.Sequential(nn.Linear(3, 3))
+    with hookrec.attach(model, tmp_path / "a", clock="manual", every=10, ring="1MiB", keep_free=0) as rec:
+        model(torch.ones(1, 3))
+        rec.step()
+        rec.step()
+
+        def broken(step):
+            raise RuntimeError("planted")
+
+        monkeypatch.setattr(rec._recording._capture, "begin_step", broken)
+        with pytest.warns(hookrec.HookrecWarning, match="planted"):
+            rec.step()
+
+    assert not rec.active
+    assert replay.open(tmp_path / "a").steps == [0]

@@ -21,6 +21,8 @@ class WriterInProcess:
 
     def __init__(self, config: dict[str, Any], ring_bytes: int, restarts: int = 0) -> None:
         self._config = config
+        self.directory = Path(config["directory"])
+        self.goes_on = False
         self.first_step = 0
         self.ring = Ring(ring_bytes, self.is_alive, self._succeed)
 
