@@ -126,8 +126,9 @@ def _follow(
 
     parts = grow(trace, out, layers=layers or None, kinds=kinds or None, where=where, tensors=tensors, poll_s=poll_s)
     try:
-        for file, rows in parts:
-            say(f"{file}: {rows:,} records", err=True)
+        for grown in parts:
+            taken_back = f", {grown.taken_back:,} were taken back" if grown.taken_back else ""
+            say(f"{grown.path}: {grown.records:,} records{taken_back}", err=True)
     except KeyboardInterrupt:
         sys.exit(130)
     if trace.status == "torn":

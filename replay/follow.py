@@ -53,6 +53,10 @@ class Follower:
             TraceDamaged: a file is not what the format says. The other ranks were read before this is raised.
             OSError: it cannot be read; likewise.
         """
+        yield from (records for _, _, records in self.read_segments())
+
+    def read_segments(self) -> Iterator[tuple[int, int, pa.Table]]:
+        """Yield what `read` does, each table with its rank and the segment of the log that it is of."""
         trouble: Exception | None = None
         for number, directory in ranks_of(self._path).items():
             if number not in self._ranks:
@@ -60,7 +64,7 @@ class Follower:
         for rank in list(self._ranks.values()):
             try:
                 while len(found := rank.read()):
-                    yield found
+                    yield rank.number, rank.segment, found
             except (TraceDamaged, OSError) as error:
                 trouble = trouble or error
         if trouble is not None:
@@ -75,6 +79,7 @@ class _Rank:
         self._streams: list[Stream] = []
         self._streams_end = 0
         self._held: tuple[Place, pa.Table] | None = None
+        self.segment = 0  # of what was read last
 
     @property
     def place(self) -> Place:
@@ -88,6 +93,7 @@ class _Rank:
                 if not len(table):
                     return table
                 self._held = before, table
+                self.segment = self._log.segment
             # What cannot be described now is held until it can: over NFS, a stream may be seen after its records.
             records = self._described(self._held[1])
             self._held = None

@@ -23,11 +23,16 @@ class Following:
     Args:
         rank_directory: the rank.
         place: where an earlier reader ended.
+
+    Attributes:
+        place: up to where everything was read.
+        segment: of which the rows are that were read last.
     """
 
     def __init__(self, rank_directory: Path, place: tuple[int, int] = (0, 0)) -> None:
         self._directory = rank_directory
         self.place = place
+        self.segment = place[0]
         self._tail: TailReader | None = None
         self._skip = place[1]
         self._seen = (-1, 0)
@@ -42,6 +47,7 @@ class Following:
         """
         while True:
             number, done = self.place
+            self.segment = number
             found = self._of_parquet(number, done)
             if found is None:
                 found = self._of_arrow(number)

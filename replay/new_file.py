@@ -21,13 +21,18 @@ _OF_TRACE = re.compile("|".join([*map(re.escape, (TRACE_FILE, ALERTS_FILE, SENT_
 
 
 @contextmanager
-def new_file(target: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_file(target: Path, *, overwrite: bool, partial: Path | None = None) -> Iterator[Path]:
     """Give a path to write to, which becomes `target` at the end of the block, and goes if the block fails.
+
+    Args:
+        target: the file.
+        overwrite: whether it may be there already.
+        partial: the path to write to, on the same file system; beside the target if None.
 
     Raises:
         BadQuery: the file exists and may not be replaced, is no file, cannot be written, or is being written.
     """
-    partial = _partial(target)
+    partial = _partial(target) if partial is None else partial
     try:
         _check(target, overwrite=overwrite)
         if partial.is_symlink() or not partial.is_file():

@@ -403,17 +403,163 @@ def test_values_that_the_first_file_cannot_hold_are_refused(tmp_path, monkeypatc
         list(growing.grow(replay.open(tmp_path / "a"), tmp_path / "out", tensors=True))
 
 
-def test_values_of_steps_that_a_resumed_training_took_back_are_not_taken_for_others(tmp_path, monkeypatch):
-    following = Following(tmp_path, monkeypatch, tensors=True)
-    following.trace.commit(0)
-    line = {"attempt": 1, "first_step": 0, "segment": 1, "time": "2026-12-02T12:00:00.000+00:00", "plan": {}}
-    attempts = following.trace.rank / "attempts.jsonl"
-    attempts.write_text(json.dumps({**line, "provenance": {}, "before": None}) + "\n")
+def test_a_growing_folder_holds_what_counts_of_a_training_that_was_resumed(tmp_path, monkeypatch):
+    following = Following(tmp_path, monkeypatch, layers="1")
+    seen = []
+    for commits in ([0, 1], [2], [3, 4], "resume 2", [2], [3], "resume 0", [0], "resume 5", [5]):
+        if isinstance(commits, str):
+            following.trace.resume(int(commits.split()[1]))
+        else:
+            following.trace.commit(*commits)
+        following.begin()
+        seen.append(following.steps())
 
-    with pytest.raises(replay.BadQuery, match="was resumed"):
+    assert seen == [
+        [0, 1],
+        [0, 1, 2],
+        [0, 1, 2, 3, 4],
+        [0, 1],  # taken back from 2 on, and not recorded again yet
+        [0, 1, 2],
+        [0, 1, 2, 3],
+        [],
+        [0],
+        [0],
+        [0, 5],
+    ]
+    assert [path.name for path in sorted(following.out.iterdir())] == [f"part-{n:05}.parquet" for n in range(7)]
+    assert polars.read_parquet(f"{following.out}/*.parquet")["step"].to_list() == [0, 5]
+    assert duckdb.sql(f"select step from '{following.out}/*.parquet' order by 1").fetchall() == [(0,), (5,)]
+    assert pandas.read_parquet(following.out)["step"].tolist() == [0, 5]
+
+
+def test_a_growing_folder_that_is_begun_late_holds_what_counts(tmp_path, monkeypatch):
+    following = Following(tmp_path, monkeypatch, layers="1")
+    following.trace.commit(0, 1, 2)
+    following.trace.resume(1)
+    following.trace.commit(1)
+    following.trace.resume(1)
+
+    following.begin()
+    following.trace.commit(1, 2)
+    following.begin()
+
+    assert following.steps() == [0, 1, 2]
+
+
+def test_values_of_a_growing_folder_are_those_of_the_attempt_that_counts(tmp_path, monkeypatch):
+    following = Following(tmp_path, monkeypatch, layers="1", tensors=True)
+    following.trace.commit(0, 1)
+    following.begin()
+    following.trace.commit(2, 3)
+    following.trace.resume(1)
+    following.trace.commit(1, 2)
+
+    following.begin()
+
+    rows = pq.read_table(following.out).select(["step", "values"]).to_pylist()
+    assert [(row["step"], row["values"]) for row in rows] == [(0, [0.0] * 3), (1, [101.0] * 3), (2, [102.0] * 3)]
+
+
+def test_steps_are_taken_back_of_the_rank_that_was_resumed_alone(tmp_path, monkeypatch):
+    following = Following(tmp_path, monkeypatch)
+    other = WrittenTrace(following.trace.path, ("0",), rank=1)
+    for trace in (following.trace, other):
+        trace.commit(0, 1)
+    following.begin()
+    other.resume(1)
+    following.begin()
+
+    rows = pq.read_table(following.out).select(["rank", "step"]).to_pylist()
+
+    assert sorted((row["rank"], row["step"]) for row in rows) == [(0, 0), (0, 0), (0, 1), (0, 1), (1, 0)]
+
+
+_KILLED = """
+import itertools, os, signal, sys
+from pathlib import Path
+import replay
+from replay import growing
+
+calls, real = itertools.count(1), Path.replace
+
+def replace(self, target):
+    if next(calls) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(self, target)
+
+Path.replace = replace
+growing.TORN_S = 0
+list(growing.grow(replay.open(Path(sys.argv[1])), Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kill_at", "between"),
+    [
+        (1, [0, 1, 2, 3, 4, 5]),  # before the first of the two files that are written anew
+        (2, [0, 1, 2, 3]),
+        pytest.param(3, [0, 1, 2], marks=pytest.mark.slow),  # before the new file
+    ],
+)
+def test_a_kill_while_steps_are_taken_back_leaves_no_step_twice_and_the_next_export_goes_on(
+    kill_at, between, tmp_path, monkeypatch
+):
+    following = Following(tmp_path, monkeypatch)
+    for steps in ([0, 1], [2, 3], [4, 5]):
+        following.trace.commit(*steps)
+        following.begin()
+    following.trace.resume(3)
+    following.trace.commit(3, 4)
+
+    ended = subprocess.run([sys.executable, "-c", _KILLED, following.trace.close(), following.out, str(kill_at)])
+
+    assert ended.returncode == -signal.SIGKILL
+    assert following.steps() == [step for step in between for _ in "01"]
+    following.begin()
+    assert following.steps() == [step for step in (0, 1, 2, 3, 4) for _ in "01"]
+    assert replay.open(following.trace.path).records()["step"].to_pylist() == following.steps()
+    assert not list(following.out.glob("*.partial"))
+
+
+@pytest.mark.parametrize("mounted", [False, True])
+def test_readers_of_a_growing_folder_meet_no_file_that_is_half_written(mounted, tmp_path, monkeypatch):
+    following = Following(tmp_path, monkeypatch, layers="1", tensors=True)
+    following.trace.commit(0, 1)
+    following.begin()
+    monkeypatch.setattr("pathlib.Path.is_mount", lambda path: mounted)
+    left = following.out / ".partial" if mounted else tmp_path / "out.partial"
+    left.mkdir()
+    (left / "part-00000.parquet").write_text("left by one that was killed")
+    seen, tensor = [], replay.Trace.tensor
+
+    def read_by_others(self, **key):
+        seen.append(pq.read_table(following.out)["step"].to_pylist())
+        seen.append(pandas.read_parquet(following.out)["step"].tolist())
+        seen.append(polars.read_parquet(f"{following.out}/*.parquet")["step"].to_list())
+        if not mounted:  # beside a mounted folder, nothing can be renamed into it
+            seen.append(polars.read_parquet(following.out)["step"].to_list())
+        return tensor(self, **key)
+
+    monkeypatch.setattr(replay.Trace, "tensor", read_by_others)
+    following.trace.commit(2)
+    following.begin()
+
+    assert seen == [[0, 1]] * (3 if mounted else 4)
+    assert following.steps() == [0, 1, 2]
+    assert not left.exists()
+
+
+def test_whoever_has_a_file_open_reads_it_to_its_end_while_steps_are_taken_back(tmp_path, monkeypatch):
+    following = Following(tmp_path, monkeypatch)
+    following.trace.commit(0, 1)
+    following.begin()
+    (file,) = following.out.iterdir()
+    with pq.ParquetFile(file) as opened:
+        following.trace.resume(0)
         following.begin()
 
-    assert not list(following.out.iterdir())
+        assert opened.read()["step"].to_pylist() == [0, 0, 1, 1]
+    assert following.steps() == []
 
 
 def test_a_trace_whose_writer_is_gone_ends_with_1(tmp_path, monkeypatch):
