@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 import replay
-from replay.command_line import Commands, say
+from replay.command_line import Commands, json_option, print_json, say
 from replay.seal import is_locked, is_sealed, locked, seal_abandoned
 
 _ELSEWHERE = {
@@ -40,29 +40,48 @@ def main() -> None:
 
 @main.command()
 @click.argument("trace", type=click.Path(path_type=Path))
-def recover(trace: Path) -> None:
+@json_option
+def recover(trace: Path, as_json: bool) -> None:
     """Seal a trace whose writer was killed, or whose machine went down.
 
     Each committed step stays as it is. May be repeated.
     """
     opened = replay.open(trace)
+    found = {}
     for number, directory in sorted(opened.directories.items()):
-        if is_sealed(directory):
-            say(f"rank {number} is sealed already")
-        elif is_locked(directory):
-            say(f"rank {number} is being recorded; its writer will seal it")
-        else:
-            try:
-                with locked(directory):
-                    seal_abandoned(directory, "the writer was gone; sealed afterwards from the log", durable=True)
-            except BlockingIOError:
-                say(f"rank {number} is being recorded; its writer will seal it")
-                continue
-            except OSError as error:
-                raise click.ClickException(f"{directory} cannot be sealed: {error}.") from None
-            say(f"rank {number} is recovered")
+        found[number] = _recovered(directory)
+        if not as_json:
+            say(f"rank {number} is {_IN_WORDS[found[number]]}")
     steps = opened.refresh().steps
+    if as_json:
+        ranks = [{"rank": number, "found": state} for number, state in found.items()]
+        ends = {"first_step": steps[0], "last_step": steps[-1]} if steps else {"first_step": None, "last_step": None}
+        print_json({"trace": str(trace), "ranks": ranks, "steps": len(steps), **ends})
+        return
     say(f"{trace} has {len(steps)} committed steps{f', {steps[0]} to {steps[-1]}' if steps else ''}")
+
+
+_IN_WORDS = {
+    "sealed": "sealed already",
+    "live": "being recorded; its writer will seal it",
+    "torn": "recovered",
+}
+
+
+def _recovered(directory: Path) -> str:
+    """Seal a rank if its writer is gone; return what it was: sealed, live or torn."""
+    if is_sealed(directory):
+        return "sealed"
+    if is_locked(directory):
+        return "live"
+    try:
+        with locked(directory):
+            seal_abandoned(directory, "the writer was gone; sealed afterwards from the log", durable=True)
+    except BlockingIOError:
+        return "live"
+    except OSError as error:
+        raise click.ClickException(f"{directory} cannot be sealed: {error}.") from None
+    return "torn"
 
 
 if __name__ == "__main__":

@@ -264,7 +264,7 @@ class Listener:
         changes = _member(request, "changes", dict)
         if not changes:
             raise Refused("There is nothing to change; say for example every=1 or layers='blk.3.*'.")
-        return lambda: {"message": recorder.change(changes)}
+        return lambda: {"message": recorder.change(changes), "trace": str(recorder.path)}
 
     def _trigger(self, recorder: Controlled, request: dict[str, Any]) -> Callable[[], dict[str, Any]]:
         why = _member(request, "why", str)
@@ -276,7 +276,7 @@ class Listener:
 
         def do() -> dict[str, Any]:
             recorder.trigger(why)
-            return {"message": f"triggered: {why}"}
+            return {"message": f"triggered: {why}", "trace": str(recorder.path)}
 
         return do
 

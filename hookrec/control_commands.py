@@ -121,15 +121,16 @@ def _print(facts: dict[str, Any]) -> None:
 @click.argument("assignments", nargs=-1, required=True)
 @trace_option
 @wait_option
+@json_option
 @_reaching
-def set_(pid: int, assignments: tuple[str, ...], trace: str | None, wait_s: float) -> None:
+def set_(pid: int, assignments: tuple[str, ...], trace: str | None, wait_s: float, as_json: bool) -> None:
     """Change what is recorded from the next step on: hookrec set 4711 every=1 layers=a.*,b.*.
 
     ASSIGNMENTS may be of layers, containers, kinds, every, steps, tensors, tensor_steps, when_full and rules
     (rules='[{layers="a.*", tensors=false}]'). The change is noted in the trace.
     """
     changes = changes_of(assignments)
-    _do(pid, {"command": "set", "changes": changes, "trace": _absolute(trace)}, wait_s)
+    _do(pid, {"command": "set", "changes": changes, "trace": _absolute(trace)}, wait_s, as_json=as_json)
 
 
 @click.command()
@@ -137,20 +138,22 @@ def set_(pid: int, assignments: tuple[str, ...], trace: str | None, wait_s: floa
 @click.argument("why")
 @trace_option
 @wait_option
+@json_option
 @_reaching
-def trigger(pid: int, why: str, trace: str | None, wait_s: float) -> None:
+def trigger(pid: int, why: str, trace: str | None, wait_s: float, as_json: bool) -> None:
     """Have the steps that a recorder keeps in memory written, and say why."""
-    _do(pid, {"command": "trigger", "why": why, "trace": _absolute(trace)}, wait_s)
+    _do(pid, {"command": "trigger", "why": why, "trace": _absolute(trace)}, wait_s, as_json=as_json)
 
 
 @click.command()
 @pid_argument
 @trace_option
 @wait_option
+@json_option
 @_reaching
-def detach(pid: int, trace: str | None, wait_s: float) -> None:
+def detach(pid: int, trace: str | None, wait_s: float, as_json: bool) -> None:
     """Stop a recording and seal its trace; the training goes on without us."""
-    _do(pid, {"command": "detach", "trace": _absolute(trace)}, wait_s)
+    _do(pid, {"command": "detach", "trace": _absolute(trace)}, wait_s, as_json=as_json)
 
 
 @click.command()
@@ -160,6 +163,7 @@ def detach(pid: int, trace: str | None, wait_s: float) -> None:
 @click.option("--only-socket", is_flag=True, help="Never use a debugger; only reach processes that listen.")
 @plan_options
 @wait_option
+@json_option
 @_reaching
 def attach(
     pid: int,
@@ -168,6 +172,7 @@ def attach(
     only_socket: bool,
     plan_file: Path | None,
     wait_s: float,
+    as_json: bool,
     **given: Any,
 ) -> None:
     """Record a training that runs already, from its next forward pass on.
@@ -184,8 +189,8 @@ def attach(
         if only_socket:
             raise Unreachable(f"Process {pid} does not listen, and --only-socket forbids to make it.")
         path = make_listen(pid, wait_s, debugger, lambda line: say(line, err=True))
-    message = do(path, {"command": "attach", "path": os.path.abspath(out), "options": options}, wait_s)["message"]
-    say(message)
+    request = {"command": "attach", "path": os.path.abspath(out), "options": options}
+    _say(pid, do(path, request, wait_s), as_json=as_json)
 
 
 def _socket(pid: int) -> Path:
@@ -198,8 +203,15 @@ def _socket(pid: int) -> Path:
     return path
 
 
-def _do(pid: int, request: dict[str, Any], wait_s: float) -> None:
-    say(do(_socket(pid), request, wait_s)["message"])
+def _do(pid: int, request: dict[str, Any], wait_s: float, *, as_json: bool) -> None:
+    _say(pid, do(_socket(pid), request, wait_s), as_json=as_json)
+
+
+def _say(pid: int, done: dict[str, Any], *, as_json: bool) -> None:
+    if as_json:
+        print_json({"pid": pid, "trace": done.get("trace"), "message": done["message"]})
+    else:
+        say(done["message"])
 
 
 def _absolute(trace: str | None) -> str | None:

@@ -45,6 +45,7 @@ class Panel:
         broken: likewise: whether there is NaN or infinity.
         rows: a name a row, row 0 on top.
         columns: a number a column.
+        steps: the first and the last step of what it shows.
         whole: the names of rows in full, where `rows` has them shortened.
     """
 
@@ -53,6 +54,7 @@ class Panel:
     broken: Bools
     rows: Sequence[str]
     columns: Sequence[int]
+    steps: tuple[int, int]
     whole: Sequence[str] = ()
 
 
@@ -152,7 +154,8 @@ def statistic(
             notes["Names are shortened; `replay ls` prints them whole."] = None
         first = [f"  × {line.steps[line.broken][0]}" if line.broken.any() else "" for line in shown]
         rows = [name + mark for name, mark in zip(shortened(whole), first, strict=True)]
-        panels.append(Panel(printable(kind), values, broken, rows, columns.tolist(), whole))
+        steps = min(int(line.steps[0]) for line in shown), max(int(line.steps[-1]) for line in shown)
+        panels.append(Panel(printable(kind), values, broken, rows, columns.tolist(), steps, whole))
     title = f"{stat} over the steps, {printable(trace.path.name)}"
     return Chart(form, title, stat, ("step", "layer"), stat in LOGARITHMIC, tuple(panels), tuple(notes))
 
@@ -283,7 +286,7 @@ def histogram(
         marks = np.vstack([broken, marks])
         rows = [_BROKEN_ROW, *rows]
     title = f"{printable(kind)} of {title_name(layer)}, {printable(trace.path.name)}"
-    panel = Panel("", values, marks, rows, steps)
+    panel = Panel("", values, marks, rows, steps, (steps[0], steps[-1]))
     return Chart("grid", title, "share of elements", ("step", "value"), True, (panel,), tuple(notes))
 
 
@@ -352,7 +355,8 @@ def images(
     for number, image in enumerate(stack):
         values, broken = _pooled(image, height, width)
         rows, columns = (range(0, n, by) for n, by in zip(image.shape, (height, width), strict=True))
-        panels.append(Panel(str(number) if len(stack) > 1 else "", values, broken, list(map(str, rows)), columns))
+        name = str(number) if len(stack) > 1 else ""
+        panels.append(Panel(name, values, broken, list(map(str, rows)), columns, (step, step)))
     shown = "×".join(map(str, shape)) or "scalar"
     title = f"{printable(kind)} of {title_name(layer)} at step {step}, {shown}, {printable(trace.path.name)}"
     return Chart("tiles", title, "value", ("", ""), False, tuple(panels), tuple(notes))

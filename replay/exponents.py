@@ -58,7 +58,7 @@ def exponents(trace: Trace, step: int, layer: str, kind: str, *, call: int = 0, 
             notes.append(f"{count:,} of {numel:,} are {what}.")
     if counted is not None:
         notes.append("Counted while recording: each element is taken for the middle of its power of two.")
-    panel = Panel("", shares[None], np.zeros((1, len(shares)), bool), ["elements"], columns)
+    panel = Panel("", shares[None], np.zeros((1, len(shares)), bool), ["elements"], columns, (step, step))
     title = f"Exponents of {printable(kind)} of {title_name(layer)} at step {step}, {printable(trace.path.name)}"
     reaches = tuple(_reach(name, sizes, weights) for name in _DTYPES)
     return Chart("bars", title, "share of elements", ("exponent", ""), False, (panel,), tuple(notes), reaches)

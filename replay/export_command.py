@@ -1,12 +1,21 @@
 """The command `replay export`: records and tensors as files of other programs."""
 
+import json
 import sys
 from pathlib import Path
 
 import click
 
 import replay
-from replay.command_line import attempt_option, filter_options, progress, say, trace_argument
+from replay.command_line import (
+    attempt_option,
+    filter_options,
+    json_option,
+    print_json,
+    progress,
+    say,
+    trace_argument,
+)
 from replay.errors import BadQuery
 
 _SUFFIXES = {
@@ -24,6 +33,7 @@ Examples:
   replay export runs/a out.npz --layers fc1 --where "step between 100 and 199"
   replay export runs/a out --partition step:1000
   replay export runs/a out --follow                 goes on until the training ends, or Ctrl-C
+  replay export runs/a out.parquet --json           path, format, records, files and bytes of what was written
 
 \b
 Exit status:
@@ -32,7 +42,8 @@ Exit status:
   2    it is not, and nothing of it: the command is wrong, the trace cannot be read, the file not be written
   130  --follow was interrupted; the same command goes on behind the last file
 
-docs/questions/tables.md shows how other programs read these files."""
+With --follow, --json prints a line a file: path, format, records, taken_back (records that it had and that do not count
+any more, since the training was resumed), bytes. docs/questions/tables.md shows how other programs read these files."""
 
 
 @click.command(epilog=_HELP)
@@ -60,6 +71,7 @@ docs/questions/tables.md shows how other programs read these files."""
 )
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @attempt_option
+@json_option
 def export(
     trace: Path,
     out: Path,
@@ -73,6 +85,7 @@ def export(
     poll_s: float,
     overwrite: bool,
     attempt: int | None,
+    as_json: bool,
 ) -> None:
     """Write records to a file, one row a record, for pandas, polars, DuckDB, Spark; or tensors, for numpy and torch."""
     into_folder = partition is not None or follow
@@ -87,7 +100,7 @@ def export(
         raise click.UsageError("--follow goes with the latest attempt; it takes no --attempt.")
     opened = replay.open(trace, attempt)
     if follow:
-        _follow(opened, out, layers, kinds, where, tensors=tensors, poll_s=poll_s)
+        _follow(opened, out, layers, kinds, where, tensors=tensors, poll_s=poll_s, as_json=as_json)
         return
     selection = opened.select(layers or None, kinds or None, where=where)
     with progress("records") as tell:
@@ -99,7 +112,12 @@ def export(
             count = selection.to_npz(out, overwrite=overwrite, progress=tell)
         else:
             count = selection.to_safetensors(out, overwrite=overwrite, progress=tell)
-    say(f"wrote {out}: {count:,} records", err=True)
+    if as_json:
+        files = [path for path in out.rglob("*") if path.is_file()] if out.is_dir() else [out]
+        nbytes = sum(path.stat().st_size for path in files)
+        print_json({"path": str(out), "format": chosen, "records": count, "files": len(files), "bytes": nbytes})
+    else:
+        say(f"wrote {out}: {count:,} records", err=True)
 
 
 def _format_of(out: Path, given: str | None, *, into_folder: bool) -> str:
@@ -121,12 +139,18 @@ def _follow(
     *,
     tensors: bool,
     poll_s: float,
+    as_json: bool,
 ) -> None:
     from replay.growing import grow
 
     parts = grow(trace, out, layers=layers or None, kinds=kinds or None, where=where, tensors=tensors, poll_s=poll_s)
     try:
         for grown in parts:
+            if as_json:
+                facts = {"path": str(grown.path), "format": "parquet", "records": grown.records}
+                facts |= {"taken_back": grown.taken_back, "bytes": grown.path.stat().st_size}
+                click.echo(json.dumps(facts))
+                continue
             taken_back = f", {grown.taken_back:,} were taken back" if grown.taken_back else ""
             say(f"{grown.path}: {grown.records:,} records{taken_back}", err=True)
     except KeyboardInterrupt:

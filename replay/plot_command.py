@@ -1,15 +1,26 @@
 """`replay plot`: a picture of a trace in a file. What each picture takes is known here, what it shows in `charts`."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 from click.core import ParameterSource
 
 import replay
-from replay.command_line import attempt_option, filter_options, progress, say, trace_argument
+from replay.command_line import (
+    attempt_option,
+    filter_options,
+    json_option,
+    print_json,
+    progress,
+    say,
+    trace_argument,
+)
 from replay.format import STATISTICS
 from replay.new_file import new_file
+
+if TYPE_CHECKING:
+    from replay.charts import Chart
 
 _FORMATS = (".png", ".svg", ".html")
 _LINES = 24
@@ -33,6 +44,10 @@ Examples:
   replay plot runs/a values.png --histogram fc1 --kinds grad_output
   replay plot runs/a fp8.png --exponents fc1 --kinds grad_output --step 120
   replay plot runs/a maps.html --tensor layer1.0.conv1 --step 120
+  replay plot runs/a norms.png --json
+
+With --json an object of path, format, bytes, what was drawn (a kind, layers, the first and the last step of each panel)
+and notes.
 
 Ends with 0, and with 2 where there is nothing to draw, the file cannot be written, or options do not go together.
 """
@@ -55,6 +70,7 @@ Ends with 0, and with 2 where there is nothing to draw, the file cannot be writt
 @click.option("--limit", type=click.IntRange(1, 2**31), help=f"Layers a kind. [default: {_LINES}, heatmap {_ROWS}]")
 @click.option("--overwrite", is_flag=True, help="Replace the file if it exists.")
 @attempt_option
+@json_option
 @click.pass_context
 def plot(
     ctx: click.Context,
@@ -76,6 +92,7 @@ def plot(
     limit: int | None,
     overwrite: bool,
     attempt: int | None,
+    as_json: bool,
 ) -> None:
     """Draw a statistic over the steps, or a tensor, to a PNG, SVG or HTML file.
 
@@ -111,9 +128,33 @@ def plot(
             interactive.save(chart, partial)
         else:
             drawing.save(drawing.draw(chart), partial, out.suffix.lower().removeprefix("."))
+    if as_json:
+        print_json(_facts(out, chart, kind, next((name for name in (histogram, exponents, tensor) if name), None)))
+        return
     for note in chart.notes:
         say(note, err=True)
     say(f"wrote {out}", err=True)
+
+
+def _facts(out: Path, chart: "Chart", kind: str, layer: str | None) -> dict[str, Any]:
+    """Return what was drawn; `layer` and `kind` are those of a picture of one tensor."""
+    panels = chart.panels if layer is None else chart.panels[:1]  # a tensor has one an image
+    drawn = [
+        {
+            "kind": panel.name if layer is None else kind,
+            "layers": list(panel.whole) if layer is None else [layer],
+            "steps": list(panel.steps),
+        }
+        for panel in panels
+    ]
+    format_ = out.suffix.lower().removeprefix(".")
+    return {
+        "path": str(out),
+        "format": format_,
+        "bytes": out.stat().st_size,
+        "drawn": drawn,
+        "notes": list(chart.notes),
+    }
 
 
 def _check(ctx: click.Context, out: Path, kinds: tuple[str, ...], chosen: list[str]) -> None:

@@ -163,6 +163,32 @@ def test_attach_finds_the_model_in_a_process_that_only_listens(tmp_path, folder)
     assert len(trace.records(steps=0)) == 6
 
 
+def test_what_was_done_is_said_in_json(tmp_path, folder):
+    def answer(*arguments):
+        result = command(*arguments, "--json")
+        assert (result.exit_code, result.stderr) == (0, ""), result.output
+        return json.loads(result.stdout)
+
+    hookrec.listen()
+    with Training() as training:
+        flight = ("--flight", "2", "--only-socket", "--keep-free", "0")
+        said = [
+            answer("attach", PID, "-o", tmp_path / "a", *flight),
+            answer("set", PID, "every=2"),
+            answer("trigger", PID, "by hand"),
+            answer("detach", PID),
+        ]
+        steps = training.steps
+        while training.steps < steps + 2:
+            time.sleep(0.001)
+
+    assert {(line["pid"], line["trace"]) for line in said} == {(os.getpid(), str(tmp_path / "a"))}
+    words = ("recording into", "every", "triggered: by hand", "is finished")
+    for line, word in zip(said, words, strict=True):
+        assert set(line) == {"pid", "trace", "message"}
+        assert word in line["message"]
+
+
 def test_a_listener_puts_no_hook_on_optimizers_until_it_is_asked(folder):
     from torch.optim import optimizer
 

@@ -72,7 +72,7 @@ def test_the_page_has_no_button_that_uploads(trace, tmp_path):
 
 def test_images_share_a_scale_about_zero_where_there_are_both_signs():
     values = (np.array([[1.0, -9.0]]), np.array([[2.0, np.nan]]))
-    panels = tuple(charts.Panel(str(n), v, np.isnan(v), ["0"], [0, 1]) for n, v in enumerate(values))
+    panels = tuple(charts.Panel(str(n), v, np.isnan(v), ["0"], [0, 1], (0, 1)) for n, v in enumerate(values))
 
     images = interactive.draw(charts.Chart("tiles", "", "value", ("", ""), False, panels, ())).data[::2]
 

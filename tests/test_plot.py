@@ -278,7 +278,7 @@ def test_odd_names_and_values_are_drawn(tmp_path, records, words):
 
 
 def test_a_tensor_of_the_largest_numbers_is_drawn_at_the_edge_of_the_scale():
-    panel = charts.Panel("", np.array([[1.7e308, -1.7e308]]), np.zeros((1, 2), bool), ["0"], [0, 1])
+    panel = charts.Panel("", np.array([[1.7e308, -1.7e308]]), np.zeros((1, 2), bool), ["0"], [0, 1], (0, 1))
     chart = charts.Chart("tiles", "", "value", ("", ""), False, (panel,), ())
 
     figure = drawing.draw_images(chart)

@@ -11,7 +11,7 @@ import click
 
 import replay
 from hookrec.errors import HookrecError
-from replay.command_line import Unanswered, filter_options, say, trace_argument
+from replay.command_line import Unanswered, filter_options, json_option, print_json, say, trace_argument
 from replay.filters import Names
 from replay.format import STATISTICS
 from replay.ranks import name_of
@@ -126,6 +126,7 @@ class _Events:
     "--stat", "statistics", multiple=True, default=DEFAULT_STATISTICS, show_default=True, help="May be repeated."
 )
 @click.option("--follow", is_flag=True, help="Go on until the trace is sealed.")
+@json_option
 def command(
     trace: Path,
     log_dir: Path,
@@ -134,6 +135,7 @@ def command(
     where: str | None,
     statistics: tuple[str, ...],
     follow: bool,
+    as_json: bool,
 ) -> None:
     """Write the statistics and scalars of a trace for TensorBoard, a chart a layer: tensorboard --logdir LOG_DIR.
 
@@ -153,4 +155,7 @@ def command(
         raise Unanswered(str(error)) from None
     except OSError as error:
         raise click.ClickException(f"{log_dir} cannot be written: {error.strerror}. Name another folder.") from None
+    if as_json:
+        print_json({"path": str(log_dir), "trace": str(trace), "numbers": count})
+        return
     say(f"wrote {count:,} numbers. Next: tensorboard --logdir {log_dir}", err=True)
