@@ -85,9 +85,9 @@ class Segments:
         parts = self._parts.get(key)
         return parts[-1].end if parts else 0
 
-    def part(self, key: Key, row: int) -> Part | None:
-        """Return where a row of a dataset goes; None if no segment has a place for it."""
-        return next((part for part in reversed(self._parts.get(key, ())) if part.first <= row < part.end), None)
+    def part(self, key: Key, row: int, least: int) -> Part | None:
+        """Return the first part of a dataset that has so many rows from one on, or behind it; None if none has."""
+        return next((part for part in self._parts.get(key, ()) if max(row, part.first) + least <= part.end), None)
 
     def begin(self, key: Key, used: Mapping[Key, int], least: int = 1) -> Part:
         """Begin a segment; return the place that it has for further rows of a dataset.

@@ -145,9 +145,7 @@ class Hdf5Writer:
         """Return where so many rows of a dataset, from one on, go; a segment is begun if there is no place for them."""
         part = self._parts.get(key)
         if part is None or not part.first <= row <= part.end - least:
-            part = self._segments.part(key, row)
-            if part is None or row > part.end - least:
-                part = self._segments.begin(key, self._used, least)
+            part = self._segments.part(key, row, least) or self._segments.begin(key, self._used, least)
             self._parts[key] = part
         return part
 

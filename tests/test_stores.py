@@ -404,6 +404,27 @@ class TestHdf5Ragged(RaggedContract, TestHdf5):
                 return directory / line["file"], offset + begin
         raise AssertionError("no segment has it")
 
+    def test_places_that_fill_up_together_share_their_segments(self, monkeypatch):
+        monkeypatch.setattr("replay.hdf5_segments._FIRST_SEGMENT_BYTES", 1 << 20)
+        monkeypatch.setattr("replay.hdf5_segments._SEGMENT_BYTES", 1 << 23)
+        directory = self.new_directory()
+        writer, rng, streams, total = self.writer(directory), np.random.default_rng(0), {}, 0
+        _, memory, places = in_memory(rng, 100_000, 1)
+        for _ in range(400):
+            length = int(rng.integers(1, 500))
+            shapes = [(number, (length, (1, 4, 8)[number % 3])) for number in range(40)]
+            for number, shape in shapes:
+                if (number, shape) not in streams:
+                    location = f"{number}/output"
+                    new = Stream(len(streams), str(number), "output", "", "float32", shape, location, layout=RAGGED)
+                    writer.add(streams.setdefault((number, shape), new))
+            for key in shapes:
+                writer.append(streams[key].id, memory, places)
+                total += streams[key].nbytes
+        writer.close()
+
+        assert len(list(directory.glob("tensors-*.h5"))) < 2 * total / (1 << 23)
+
     def test_a_tensor_lies_in_one_segment_whatever_its_size(self):
         directory = self.new_directory()
         streams = self.streams([("a", "uint8", (n,)) for n in (10, 5000, 70_000, 1_000_000)])
