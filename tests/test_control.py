@@ -474,8 +474,9 @@ def run_unaware(steps: int, *, slowly: bool) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [20])
 def test_a_process_that_never_heard_of_us_is_attached_to_by_a_debugger(tmp_path, folder, debugger, times):
     """Recorded for a hundred steps, detached, and the training is bit for bit what it would have been."""
     steps = 3000

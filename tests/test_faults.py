@@ -267,7 +267,8 @@ def test_a_trace_whose_writer_was_killed_reads_up_to_its_last_whole_commit(tmp_p
 
 def test_a_forked_child_neither_records_nor_ends_the_recording(tmp_path):
     code = """
-import os, sys, hookrec
+import os, sys, hookrec, torch
+torch.set_num_threads(1)  # OpenMP's threads are not forked, and a child would wait for them, with or without us
 sys.path.insert(0, sys.argv[2])
 from test_faults import net, train
 model = net()

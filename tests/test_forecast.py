@@ -179,17 +179,18 @@ def recorded_cost(path, monkeypatch, *, free_blocks=10**6, first=True, **plan) -
 def test_the_first_recorded_step_says_for_how_many_like_it_there_is_room(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hookrec")
 
-    by_limit = recorded_cost(tmp_path / "a", monkeypatch, max_bytes="1MB", keep_free=0.1)
-    # Of 2,000,000 blocks of 4,096 bytes a quarter is to stay free, and half is: 500,000 blocks, of 8 for each step.
-    by_disk = recorded_cost(tmp_path / "b", monkeypatch, max_bytes="1000TB", keep_free=0.25)
-    full = recorded_cost(tmp_path / "c", monkeypatch, free_blocks=10, keep_free=0.25)
+    # The real disk counts too, for the writer process: little of it is to stay free.
+    by_limit = recorded_cost(tmp_path / "a", monkeypatch, max_bytes="1MB", keep_free=0.001)
+    # Of 2,000,000 blocks of 4,096 bytes 2,000 are to stay free, and a million is: 998,000 blocks, of 8 for each step.
+    by_disk = recorded_cost(tmp_path / "b", monkeypatch, max_bytes="1000TB", keep_free=0.001)
+    full = recorded_cost(tmp_path / "c", monkeypatch, free_blocks=10, keep_free=0.001)
     statistics = recorded_cost(tmp_path / "d", monkeypatch, tensors=False)
 
     begin = r"step 0: 2 records and 32\.8 kB of tensors, in [0-9.e-]+ s"
     for said, room in (
         (by_limit, "30 such steps, until max_bytes=1,000,000"),
-        (by_disk, "62,500 such steps, until keep_free=0.25"),
-        (full, "0 such steps, until keep_free=0.25"),
+        (by_disk, "124,750 such steps, until keep_free=0.001"),
+        (full, "0 such steps, until keep_free=0.001"),
     ):
         assert re.fullmatch(f"{begin}; there is room for {re.escape(room)} ends the tensors\\.", said)
     assert re.fullmatch(r"step 0: 2 records and 0\.0 kB of tensors, in [0-9.e-]+ s\.", statistics)
@@ -200,7 +201,7 @@ def test_a_step_that_is_passed_by_has_no_cost_and_a_resumed_trace_tells_of_no_ro
     model = nn.Sequential(nn.Linear(4, 4))
     for resume, said in ((False, r"step 2: 1 records .* such steps.*"), (3, r"step 4: 1 records and [^;]*")):
         with hookrec.attach(
-            model, tmp_path / "a", clock="manual", kinds="output", every=2, steps="2:", resume=resume, ring="1MiB"
+            model, tmp_path / "a", clock="manual", kinds="output", every=2, steps="2:", resume=resume, keep_free=0
         ) as recorder:
             while recorder.steps < (resume or 0) + 2:
                 assert recorder.cost is None
