@@ -2,6 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 
+# Bytecode is kept, since the tests start hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: bench check demo docs gpu test test-slow
 
 $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py hookrec/native/capture.c

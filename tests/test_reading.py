@@ -1,6 +1,7 @@
 """What replay and other programs read of a trace is what was recorded, while it is written, sealed or damaged."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -210,11 +211,20 @@ def test_replay_brings_in_neither_torch_nor_hookrec():
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
 
 
-def test_replay_is_imported_within_300_milliseconds():
-    # Of the processor, since a busy machine says nothing of us.
-    code = "import time; b = time.process_time(); import replay; print(time.process_time() - b)"
-    seconds = [float(subprocess.check_output([sys.executable, "-c", code], text=True)) for _ in range(3)]
-    assert min(seconds) < 0.3
+def test_replay_is_imported_in_the_time_of_what_it_stands_on(tmp_path):
+    # Of the processor and beside numpy and pyarrow, since a slow or a busy machine says nothing of us.
+    code = """if True:
+        import time
+        began = time.process_time()
+        import numpy, pyarrow.compute
+        between = time.process_time()
+        import replay
+        print(between - began, time.process_time() - between)"""
+    # Where bytecode is not kept, all would be compiled anew.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}
+    runs = [subprocess.check_output([sys.executable, "-c", code], text=True, env=environment) for _ in range(4)]
+    libraries, ours = zip(*([float(seconds) for seconds in run.split()] for run in runs[1:]), strict=True)
+    assert min(ours) < min(libraries)
 
 
 def test_a_flipped_bit_is_named_and_never_returned(tmp_path):
