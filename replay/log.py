@@ -32,6 +32,8 @@ CHECKSUM = b"hookrec:crc32c"
 UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises at files that are damaged."""
 
+_PART_SEGMENTS = 4
+_MOST_PARTS = 32  # DuckDB plans each of them
 _ROW_BYTES = sum(field.type.bit_width // 8 for field in RECORD_SCHEMA)
 _SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
 
@@ -223,10 +225,22 @@ class Log:
         Raises:
             TraceDamaged: a file of it is no part of a log. Of what is inside of files, whoever reads on is told.
         """
+        return self._dataset(self._sealed, self._batches)
+
+    def datasets(self) -> list[Any]:
+        """Return what `dataset` does in parts, in order, one at least, for who reads a part after the other.
+
+        Of one dataset, DuckDB lets pyarrow read ahead as it sees fit: gigabytes of a large log.
+        """
+        numbers = list(self._sealed)
+        size = max(_PART_SEGMENTS, -(-len(numbers) // _MOST_PARTS))
+        begins = range(0, len(numbers), size) or [0]
+        parts = [{number: self._sealed[number] for number in numbers[begin : begin + size]} for begin in begins]
+        return [self._dataset(part, self._batches if part is parts[-1] else []) for part in parts]
+
+    def _dataset(self, sealed: Mapping[int, Path], tail: Sequence[pa.RecordBatch]) -> Any:
         with self.named():
-            return dataset_of(
-                self._sealed, self._tail_number, self._batches, self.attempts, everything=self._superseded
-            )
+            return dataset_of(sealed, self._tail_number, tail, self.attempts, everything=self._superseded)
 
     def table(self, columns: Sequence[str] | None = None, where: Any = None) -> pa.Table:
         """Return records in the order of execution.

@@ -68,7 +68,8 @@ class Part:
 
     Attributes:
         rank: its number.
-        log: its records, perhaps filtered: a `pyarrow.dataset.Dataset` of the log's schema, or `LogRows`.
+        log: its records, perhaps filtered: `pyarrow.dataset.Dataset`s of the log's schema, one after the other, or
+            `LogRows`, to find rows by number.
         streams: its table of streams.
         dropped: by stream, how many of its first rows have no tensor any more.
     """
@@ -153,7 +154,7 @@ def found_where(parts: Sequence[Part], where: str) -> list[pa.Table] | None:
     columns = [name for name in _COLUMNS if name in where.casefold()]
     trouble: list[ReplayError] = []
     with connect() as connection:
-        parts = [dataclasses.replace(part, log=_scan(part, columns, trouble)) for part in parts]
+        parts = [dataclasses.replace(part, log=[_scan(part, columns, trouble)]) for part in parts]
         try:
             _add_records(connection, parts, columns)
             known = [name for name in columns if name in _IN_LOG]
@@ -324,8 +325,9 @@ def _damage_named(parts: Sequence[Part]) -> Iterator[None]:
             raise
         for part in parts:
             try:
-                for _ in part.log.to_batches():
-                    pass
+                for dataset in part.log:
+                    for _ in dataset.to_batches():
+                        pass
             except UNREADABLE as damage:
                 raise _damaged(part, damage) from None
         raise
@@ -354,8 +356,11 @@ def _add_records(
     views = []
     for part in parts:
         rank = part.rank
-        once = isinstance(part.log, pa.RecordBatchReader)
-        connection.register(f"log_{rank}", part.log)
+        once = isinstance(part.log[0], pa.RecordBatchReader)
+        for place, log in enumerate(part.log):
+            connection.register(f"log_{rank}_{place}", log)
+        pieces = (f"select * from log_{rank}_{place}" for place in range(len(part.log)))
+        connection.execute(f"create view log_{rank} as {' union all '.join(pieces)}")
         for name in _OF_STREAM.keys() & set(columns):
             connection.execute(
                 f"set variable {name}_{rank} = (select list({name} order by stream) from streams where rank = {rank})"

@@ -170,10 +170,10 @@ class Rank:
         """Return what DuckDB is shown of the rank: its log, or some rows of it."""
         return Part(number, log, self.streams, self.dropped.rows)
 
-    def dataset(self, layers: Globs, kinds: Globs, steps: Steps) -> Any:
-        """Return the log, or some rows of it, as a `pyarrow.dataset.Dataset`."""
-        condition, log = self._condition(layers, kinds, steps), self.log.dataset()
-        return log if condition is None else log.filter(condition)
+    def datasets(self, layers: Globs, kinds: Globs, steps: Steps) -> list[Any]:
+        """Return the log, or some rows of it, as `pyarrow.dataset.Dataset`s, one after the other."""
+        condition, parts = self._condition(layers, kinds, steps), self.log.datasets()
+        return parts if condition is None else [part.filter(condition) for part in parts]
 
     def numbered(self, layers: Globs, kinds: Globs, steps: Steps) -> LogRows:
         """Return the log, or some rows of it, by number."""

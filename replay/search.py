@@ -88,7 +88,7 @@ class Search:
 
     @property
     def _parts(self) -> list[Part]:
-        return [rank.part(number, rank.dataset(*self._wanted)) for number, rank in self._ranks.items()]
+        return [rank.part(number, rank.datasets(*self._wanted)) for number, rank in self._ranks.items()]
 
     def _tables(
         self, columns: Callable[[Rank], Sequence[str]], where: str | None, progress: Progress | None

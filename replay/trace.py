@@ -449,7 +449,7 @@ class Trace:
         return answer_parts(query, *self._tables_of_sql(), self.tensor)
 
     def _tables_of_sql(self) -> tuple[list[Part], dict[str, tuple[pa.Schema, Callable[[], pa.Table]]]]:
-        parts = [rank.part(number, rank.dataset(None, None, None)) for number, rank in sorted(self._ranks.items())]
+        parts = [rank.part(number, rank.datasets(None, None, None)) for number, rank in sorted(self._ranks.items())]
         modules = {rank: self.modules(rank) for rank in self.ranks}
         return parts, {"scalars": (_SCALARS, self.scalars), "modules": (MODULES, lambda: modules_of(modules))}
 

@@ -70,6 +70,23 @@ def test_a_condition_finds_what_plain_python_finds(where, holds, trace):
     assert sum(map(len, trace.record_parts(where=where))) == len(expected)
 
 
+@pytest.mark.parametrize("segments", [1, 2])
+def test_sql_sees_a_log_in_parts_as_one_table_in_order(segments, trace, monkeypatch):
+    monkeypatch.setattr("replay.log._PART_SEGMENTS", segments)
+    keys = ("rank", "step", "layer", "call")
+    expected = [tuple(record[key] for key in keys) for record in trace.records().to_pylist()]
+    found = [record for record in trace.records().to_pylist() if record["n_nan"] > 0]
+
+    assert len(trace._ranks[0].log.datasets()) >= 2 // segments
+    assert [
+        tuple(row.values()) for row in trace.sql("select rank, step, layer, call from records").to_pylist()
+    ] == expected
+    assert trace.sql("select count(*) n, sum(step) s from records where n_nan > 0").to_pylist() == [
+        {"n": len(found), "s": sum(record["step"] for record in found)}
+    ]
+    assert trace.sql("select step from records where rank = 1 limit 3 offset 17")["step"].to_pylist() == [2, 2, 2]
+
+
 def test_how_rows_are_numbered_is_no_column(trace):
     with pytest.raises(replay.BadQuery, match="cannot be understood"):
         trace.records(where=f'"{NUMBER.upper()}" > 3')
