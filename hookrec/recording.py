@@ -539,11 +539,11 @@ class Recording:
 
     def wait(self) -> None:
         """Wait until the writer has sealed the trace, and give the ring's memory back."""
-        status = self._writer.wait()
+        failed = self._writer.wait()
         self._capture.close()
         self._ring.release()
-        if status != 0 and not self._failed:
-            warn(f"the writer process ended with status {status}; `replay info` shows what is there.")
+        if failed is not None and not self._failed:
+            warn(f"the writer process failed: {failed}; `replay info` shows what is there.")
 
     def forget(self) -> None:
         """Be as if there had never been a recording, in a child that was forked from the training."""

@@ -165,8 +165,8 @@ class WriterProcess:
         lines = words.decode("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else _NO_WORDS
 
-    def wait(self) -> int:
-        """Say goodbye, wait until the writer has sealed the trace, and return its exit status."""
+    def wait(self) -> str | None:
+        """Say goodbye, wait until the writer has sealed the trace, and return how it failed, if it did."""
         self.ring.hang_up()
         status = self._process.wait()
         sealed = Path(self._config["directory"], _END_FILE)
@@ -175,9 +175,11 @@ class WriterProcess:
                 self.ring.replace_writer()
                 self.ring.hang_up()
                 status = self._process.wait()
+        failed = status > 0 or (status < 0 and not sealed.exists())
+        how = self._how_it_ended() if failed else None
         self.ring.close()
         self._words.close()
-        return 0 if status < 0 and sealed.exists() else status
+        return how
 
     def forget(self) -> None:
         """Let go of the process without a word, in a child that was forked from the training."""

@@ -1,6 +1,7 @@
 """What several files of tests ask for."""
 
 import signal
+import threading
 
 import pytest
 import torch
@@ -51,4 +52,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     monkeypatch.setattr(client, "folders", lambda: [runtime / "hookrec"])  # not those of other runs of these tests
     yield runtime / "hookrec"
+    for thread in threading.enumerate():
+        if thread.name == "hookrec-detach":
+            thread.join()  # a trace that was let go from outside is still being sealed, and its folder is removed next
     control._listener.close()

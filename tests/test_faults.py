@@ -473,3 +473,16 @@ def test_a_writer_that_stands_still_makes_the_training_wait_and_loses_nothing(tm
     trace = replay.open(tmp_path / "a")
     assert trace.count == 30 * 6
     assert not trace.not_kept
+
+
+def test_of_a_trace_that_cannot_be_sealed_the_reason_is_said(tmp_path):
+    model = nn.Linear(1, 1)
+    recorder = hookrec.attach(model, tmp_path / "a", clock="manual", keep_free=0)
+    model(torch.ones(1, 1))
+    recorder.step()
+    while not len(replay.open(tmp_path / "a").steps):
+        time.sleep(0.001)
+    shutil.rmtree(tmp_path / "a")
+
+    with pytest.warns(hookrec.HookrecWarning, match=r"the trace could not be sealed: \[Errno 2\] No such file"):
+        recorder.detach()

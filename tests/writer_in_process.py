@@ -38,7 +38,7 @@ class WriterInProcess:
     def forget(self) -> None:
         self.ring.close()
 
-    def wait(self) -> int:
+    def wait(self) -> None:
         directory = Path(self._config["directory"])
         identity = {"format": trace_format.FORMAT, "version": trace_format.VERSION, "created": "now"}
         identity |= {"plan": self._config["plan"], "provenance": {}}
@@ -50,7 +50,6 @@ class WriterInProcess:
         write.finish()
         del write
         self.ring.close()
-        return 0
 
     def _messages(self) -> list[Message]:
         data = b""
