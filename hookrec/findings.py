@@ -15,7 +15,7 @@ from replay import BadQuery, Trace
 from replay.alerts import Alert, alert_id
 from replay.format import RECORD_SCHEMA
 from replay.query import connect, numbers_where, records_where
-from replay.records import described
+from replay.records import OfStreams
 
 _MOST_ROWS = 100_000  # that wait to be asked about, of which each takes 200 bytes
 
@@ -98,7 +98,7 @@ class Conditions:
         self._rows = 0
         if self._conditions:
             self._connection = connect()
-            nothing = described(RECORD_SCHEMA.empty_table(), [], 0, np.zeros(0, bool))
+            nothing = OfStreams([]).described(RECORD_SCHEMA.empty_table(), 0, np.zeros(0, bool))
             for condition in self._conditions:
                 records_where(nothing, condition, self._connection)
 

@@ -15,7 +15,7 @@ from replay.errors import TraceDamaged
 from replay.format import EXPONENTS_KIND, STREAMS_FILE, Stream, whole_lines
 from replay.log_following import Following
 from replay.ranks import ranks_of
-from replay.records import check_rows, described
+from replay.records import OfStreams, check_rows
 
 Place = tuple[int, int]
 """A segment of a rank's log, and how many of its rows were read."""
@@ -77,6 +77,7 @@ class _Rank:
         self.number = number
         self._log = Following(directory, place)
         self._streams: list[Stream] = []
+        self._of_streams = OfStreams([])
         self._streams_end = 0
         self._held: tuple[Place, pa.Table] | None = None
         self.segment = 0  # of what was read last
@@ -107,8 +108,9 @@ class _Rank:
             lines, end = whole_lines(path, self._streams_end)
             self._streams += [Stream.from_json(line, path) for line in lines]
             self._streams_end = end
+            self._of_streams = OfStreams(self._streams)
         check_rows(table, len(self._streams), self.directory)
         counts = [stream.id for stream in self._streams if stream.kind == EXPONENTS_KIND]
         if counts:
             table = table.filter(~pa.compute.field("stream").isin(pa.array(counts, pa.int32())))
-        return described(table, self._streams, self.number, read_dropped(self.directory).kept(table))
+        return self._of_streams.described(table, self.number, read_dropped(self.directory).kept(table))

@@ -32,9 +32,11 @@ CHECKSUM = b"hookrec:crc32c"
 UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
 """What pyarrow raises at files that are damaged."""
 
+_FEW = 4  # commits that pyarrow takes sooner one by one
 _PART_SEGMENTS = 4
 _MOST_PARTS = 32  # DuckDB plans each of them
-_ROW_BYTES = sum(field.type.bit_width // 8 for field in RECORD_SCHEMA)
+_WIDTHS = [field.type.bit_width // 8 for field in RECORD_SCHEMA]
+_ROW_BYTES = sum(_WIDTHS)
 _SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
 
 
@@ -310,7 +312,8 @@ class TailReader:
         with self.path.open("rb") as file:
             file.seek(self.position)
             data = file.read()
-        source = pa.BufferReader(self._head + data)
+        whole = self._head + data
+        source = pa.BufferReader(whole)
         try:
             reader = pa.ipc.open_stream(source)
         except UNREADABLE:
@@ -323,6 +326,7 @@ class TailReader:
             data = data[self.position :]
         batches, good = [], source.tell()
         while True:
+            begin = good
             try:
                 batch, metadata = reader.read_next_batch_with_custom_metadata()
                 batch.validate()  # lengths that were damaged would have us read beyond the file
@@ -330,10 +334,63 @@ class TailReader:
                     break
             except (StopIteration, *UNREADABLE):
                 break
+            batch, good = _with_alike(batch, metadata[CHECKSUM], whole, begin, source.tell())
+            source.seek(good)
             batches.append(batch)
-            good = source.tell()
         self.position += good - len(self._head)
         return batches
+
+
+def _with_alike(
+    batch: pa.RecordBatch, checksum: bytes, data: bytes, begin: int, end: int
+) -> tuple[pa.RecordBatch, int]:
+    """Return a batch with those that follow it and have as many rows, as one, and where these end.
+
+    Most commits of a training are alike but for their values, and pyarrow takes a tenth of a millisecond for each.
+
+    Args:
+        batch: the first.
+        checksum: its checksum, which lies in its message as text.
+        data: the bytes of the messages.
+        begin: where its message begins there.
+        end: and ends.
+    """
+    sizes = [width * len(batch) for width in _WIDTHS]
+    length, body = end - begin, sum(map(_padded, sizes))
+    at = data.find(checksum, begin, end - body) - begin
+    if at < 0:
+        return batch, end
+    after = at + len(checksum)
+    before_it, behind_it = data[begin : begin + at], data[begin + after : end - body]
+    count, next_ = 1, end
+    while (
+        next_ + length <= len(data)
+        and data[next_ : next_ + at] == before_it
+        and data[next_ + after : next_ + length - body] == behind_it
+    ):
+        count, next_ = count + 1, next_ + length
+    if count < _FEW:
+        return batch, end
+    messages = np.frombuffer(data, np.uint8, count * length, begin).reshape(count, length)
+    ends = length - body + np.cumsum([0, *map(_padded, sizes)])
+    columns = [messages[:, first : first + size] for first, size in zip(ends.tolist(), sizes, strict=False)]
+    values = np.concatenate(columns, axis=1)
+    for number, row in enumerate(values):
+        if messages[number, at:after].tobytes() != b"%08x" % google_crc32c.value(row.tobytes()):
+            count = number
+            break
+    if count < _FEW:
+        return batch, end
+    arrays = [
+        pa.Array.from_buffers(field.type, count * len(batch), [None, pa.py_buffer(column[:count].tobytes())])
+        for field, column in zip(RECORD_SCHEMA, columns, strict=True)
+    ]
+    return pa.RecordBatch.from_arrays(arrays, schema=RECORD_SCHEMA), begin + count * length
+
+
+def _padded(size: int) -> int:
+    """How many bytes a buffer of that size has in a message."""
+    return -(-size // 8) * 8
 
 
 def segment_files(rank_directory: Path) -> dict[int, Path]:

@@ -13,6 +13,8 @@ from replay.format import RECORD_SCHEMA
 from replay.log import UNREADABLE, TailReader, segment_files
 from replay.log_parquet import check_schema, opened
 
+_NOTHING = RECORD_SCHEMA.empty_table()
+
 
 class Following:
     """Reads each commit of one rank once, and keeps none: a reader that stays beside a live trace.
@@ -58,13 +60,12 @@ class Following:
                 return found
 
     def _of_arrow(self, number: int) -> pa.Table:
-        nothing = RECORD_SCHEMA.empty_table()
         path = self._directory / f"records-{number:05}.arrows"
         try:
             stat = path.stat()
             seen = stat.st_size, stat.st_mtime_ns
             if seen == self._seen:
-                return nothing
+                return _NOTHING
             self._tail = self._tail or TailReader(path)
             batches = self._tail.read()
         except FileNotFoundError:
@@ -73,7 +74,7 @@ class Following:
                 raise TraceDamaged(
                     f"The log in {self._directory} lacks its segment {number}, and has {min(later)}."
                 ) from None
-            return nothing
+            return _NOTHING
         self._seen = seen
         table = pa.Table.from_batches(batches, RECORD_SCHEMA)
         skipped = min(self._skip, len(table))
@@ -89,7 +90,7 @@ class Following:
             with opened(path) as file:
                 check_schema(file.schema_arrow, path)
                 if file.metadata.num_rows == done:
-                    return RECORD_SCHEMA.empty_table()
+                    return _NOTHING
                 return file.read(RECORD_SCHEMA.names).slice(done).cast(RECORD_SCHEMA)
         except UNREADABLE as error:
             raise TraceDamaged(f"{path} cannot be read: {error}") from error

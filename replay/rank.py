@@ -23,7 +23,7 @@ from replay.format import EXPONENTS_KIND, KEPT, RECORD_SCHEMA, STATISTICS, WHY_N
 from replay.log import Log
 from replay.log_rows import LogRows
 from replay.query import Part
-from replay.records import check_rows, described
+from replay.records import OfStreams, check_rows
 from replay.seal import further_streams, is_locked, is_sealed
 from replay.stores import open_reader
 
@@ -242,4 +242,4 @@ class Rank:
         nothing = pa.schema([RECORD_SCHEMA.field(name) for name in columns]).empty_table()
         table = pa.concat_tables([nothing, *tables])
         check_rows(table, len(self.streams), self.directory)
-        return described(table, self.streams, number, self.dropped.kept(table))
+        return OfStreams(self.streams).described(table, number, self.dropped.kept(table))

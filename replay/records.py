@@ -46,45 +46,59 @@ def check_rows(table: pa.Table, streams: int, rank: Path) -> None:
             )
 
 
-def described(table: pa.Table, streams: Sequence[Stream], rank: int, kept: NDArray[np.bool_]) -> pa.Table:
-    """Return rows of the log as records.
+class OfStreams:
+    """What records have of their streams, made once for the tables of a rank.
 
     Args:
-        table: rows with the columns of the log that are named below, and `stream`.
-        streams: the streams of the rank, in the order of their ids; each that the rows name.
-        rank: the rank.
-        kept: shape `(rows,)`, whether the tensor is there.
-
-    Returns:
-        Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.
-        Dtype and shape are those of the whole tensor, as the statistics are.
+        streams: the streams of the rank, in the order of their ids; each that rows name.
     """
-    table = table.combine_chunks()
-    count = len(table)
-    stream = _one_chunk(table["stream"], pa.int32())
-    mode = _one_chunk(table["mode"], pa.uint8()).cast(pa.int32())
 
-    def of_stream(values: list[str]) -> pa.Array:
-        # Each name once, as Parquet and pandas want it.
-        names = pa.array(values, pa.string()).dictionary_encode()
-        return pa.DictionaryArray.from_arrays(names.indices.take(stream), names.dictionary)
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        def names(values: list[str]) -> pa.DictionaryArray:
+            # Each name once, as Parquet and pandas want it.
+            return pa.array(values, pa.string()).dictionary_encode()
 
-    shapes = pa.array([list(s.whole[1]) for s in streams], pa.list_(pa.int64()))
-    columns = {
-        "rank": pa.array(np.full(count, rank, np.int32)),
-        "step": table["step"],
-        "layer": of_stream([s.layer for s in streams]),
-        "kind": of_stream([s.kind for s in streams]),
-        "call": table["call"],
-        "path": of_stream([s.path for s in streams]),
-        "micro": table["micro"],
-        "mode": pa.DictionaryArray.from_arrays(mode, pa.array(MODES)),
-        "dtype": of_stream([s.whole[0] for s in streams]),
-        "shape": shapes.take(stream),
-        "kept": pa.array(kept),
-        **{name: table[name] for name in STATISTICS},
-    }
-    return pa.table(columns)
+        self._layers = names([s.layer for s in streams])
+        self._kinds = names([s.kind for s in streams])
+        self._paths = names([s.path for s in streams])
+        self._dtypes = names([s.whole[0] for s in streams])
+        self._shapes = pa.array([list(s.whole[1]) for s in streams], pa.list_(pa.int64()))
+
+    def described(self, table: pa.Table, rank: int, kept: NDArray[np.bool_]) -> pa.Table:
+        """Return rows of the log as records.
+
+        Args:
+            table: rows with the columns of the log that are named below, and `stream`.
+            rank: the rank.
+            kept: shape `(rows,)`, whether the tensor is there.
+
+        Returns:
+            Columns rank, step, layer, kind, call, path, micro, mode, dtype, shape, kept, and the statistics.
+            Dtype and shape are those of the whole tensor, as the statistics are.
+        """
+        if table["stream"].num_chunks > 1:
+            table = table.combine_chunks()
+        stream = _one_chunk(table["stream"], pa.int32())
+        mode = _one_chunk(table["mode"], pa.uint8()).cast(pa.int32())
+
+        def of_stream(names: pa.DictionaryArray) -> pa.DictionaryArray:
+            return pa.DictionaryArray.from_arrays(names.indices.take(stream), names.dictionary)
+
+        columns = {
+            "rank": pa.array(np.full(len(table), rank, np.int32)),
+            "step": table["step"],
+            "layer": of_stream(self._layers),
+            "kind": of_stream(self._kinds),
+            "call": table["call"],
+            "path": of_stream(self._paths),
+            "micro": table["micro"],
+            "mode": pa.DictionaryArray.from_arrays(mode, pa.array(MODES)),
+            "dtype": of_stream(self._dtypes),
+            "shape": self._shapes.take(stream),
+            "kept": pa.array(kept),
+            **{name: table[name] for name in STATISTICS},
+        }
+        return pa.table(columns)
 
 
 def _one_chunk(column: pa.ChunkedArray, type_: pa.DataType) -> pa.Array:
