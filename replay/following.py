@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute
 
-from replay.errors import TraceDamaged, TraceNotFound
+from replay.errors import BadQuery, TraceDamaged, TraceNotFound
 from replay.filters import Globs, Names, check_globs, globs_of, matches
 from replay.follow import Follower
 from replay.query import records_where
@@ -45,7 +45,8 @@ def follow(
 
     Raises:
         TraceNotFound: there is no trace, or none after `wait_s`.
-        BadQuery: a filter cannot be understood; at the end, if a glob has matched nothing in any of them.
+        BadQuery: a filter cannot be understood; at the end, if a glob has matched nothing in any of them. Or the trace
+            was opened with `attempt`: what is committed next is of the latest.
     """
     for _, records in follow_all([trace], poll_s, layers=layers, kinds=kinds, where=where, wait_s=wait_s):
         yield records
@@ -97,6 +98,11 @@ def narrowed(records: pa.Table, layers: Globs, kinds: Globs, where: str | None) 
 
 def _open(trace: Trace | str | Path, poll_s: float, deadline: float) -> Trace:
     if isinstance(trace, Trace):
+        if trace.attempt is not None:
+            raise BadQuery(
+                f"{trace.path} was opened as of attempt {trace.attempt}, and what is committed next is of the latest. "
+                "Open it without `attempt` to follow it; records() has those of an earlier one."
+            )
         return trace
     while True:
         try:

@@ -179,6 +179,14 @@ class Rank:
         """Return the log, or some rows of it, by number."""
         return self.log.numbered(self._condition(layers, kinds, steps))
 
+    @property
+    def count(self) -> int:
+        """How many records are committed, but those of kind `exponents`."""
+        if not self._counts:
+            return self.log.rows
+        with self.log.named():
+            return sum(int(part.count_rows()) for part in self.datasets(None, None, None))
+
     def _condition(self, layers: Globs, kinds: Globs, steps: Steps) -> Any:
         """Return a condition over the columns of the log for pyarrow, or None for all.
 

@@ -155,8 +155,8 @@ class Trace:
 
     @property
     def count(self) -> int:
-        """How many records are committed."""
-        return sum(rank.log.rows for rank in self._ranks.values())
+        """How many records are committed, but those of kind `exponents`: as many as `records` has."""
+        return sum(rank.count for rank in self._ranks.values())
 
     @property
     def nbytes(self) -> int:

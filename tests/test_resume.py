@@ -191,6 +191,8 @@ def test_what_counts_is_what_a_training_has_that_ran_through(tmp_path, undisturb
     assert list(verify(path)) == []
     earlier = replay.open(path, attempt=0)
     assert earlier.steps == list(range(12))
+    with pytest.raises(replay.BadQuery, match="opened as of attempt 0"):
+        next(replay.follow(earlier))
     assert differences(recorded(earlier), before(undisturbed[0], 12)) == []
     assert scalars(earlier) == undisturbed[1][:11]  # a number that comes after a step is sent with the next
     assert [e["how"] for e in trace.endings.values()] == ["detached"]
