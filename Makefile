@@ -14,7 +14,7 @@ $(VENV)/ready: pyproject.toml constraints.txt hatch_build.py hookrec/native/capt
 	touch $@
 
 test: $(VENV)/ready
-	$(VENV)/bin/python -m pytest -q -n auto --dist loadfile
+	$(VENV)/bin/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder
 
 test-slow: $(VENV)/ready
 	$(VENV)/bin/python -m pytest -q -m "slow or not slow"

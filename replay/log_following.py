@@ -13,7 +13,7 @@ from replay.format import RECORD_SCHEMA
 from replay.log import UNREADABLE, TailReader, segment_files
 from replay.log_parquet import check_schema, opened
 
-_NOTHING = RECORD_SCHEMA.empty_table()
+_NOTHING = pa.Table.from_batches([], RECORD_SCHEMA)  # `Schema.empty_table` imports pandas
 
 
 class Following:

@@ -280,7 +280,7 @@ def answer_parts(
         if any(map(pa.types.is_decimal, reader.schema.types)):
             yield _plain(reader.read_all())  # only all of them tell whether they fit into int64
             return
-        yield _plain(reader.schema.empty_table())
+        yield _plain(pa.Table.from_batches([], reader.schema))
         for batch in reader:
             yield _plain(pa.Table.from_batches([batch]))
 

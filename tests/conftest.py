@@ -6,15 +6,23 @@ import threading
 import pytest
 import torch
 
-from hookrec import client, control, recorder
+from hookrec import client, control, plan, recorder
 from tests.writer_in_process import WriterInProcess
 
 # A shell starts what it puts in the background with SIGINT ignored, and so would be what the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# The memory of a ring is taken when a recording begins: of half a gigabyte, that is half a second of a core each time.
+for function in (recorder.attach, plan.plan_of):
+    function.__kwdefaults__["ring"] = "64MB"
+
+_LONGEST = ("workloads", "recording", "flight", "restart", "faults", "daemon", "disks", "control", "schedules", "run")
+
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs a GPU where there is none."""
+    """Begin with the files that take longest, lest one is left to the end; skip what needs a GPU that is not there."""
+    longest = {f"test_{name}.py": place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: longest.get(item.path.name, len(longest)))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
