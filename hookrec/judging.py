@@ -20,12 +20,12 @@ from replay.grid import BACKGROUND
 from replay.recent import Known, Window, known_steps
 
 _BETWEEN_S = 1.0
-_SHARE = 0.05
+_SHARE = 0.1
 _TROUBLE_REST_S = 30.0
 
 
 class Pace:
-    """How often rules are run over a trace: once a second at most, and over all traces in a twentieth of a core."""
+    """How often rules are run over a trace: once a second at most, and over all traces in a tenth of a core."""
 
     def __init__(self) -> None:
         self._took: dict[Path, float] = {}
