@@ -98,7 +98,7 @@ class Conditions:
         self._rows = 0
         if self._conditions:
             self._connection = connect()
-            nothing = OfStreams([]).described(pa.Table.from_batches([], RECORD_SCHEMA), 0, np.zeros(0, bool))
+            nothing = OfStreams([]).described(RECORD_SCHEMA.empty_table(), 0, np.zeros(0, bool))
             for condition in self._conditions:
                 records_where(nothing, condition, self._connection)
 

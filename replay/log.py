@@ -1,7 +1,7 @@
-"""The commit log: how batches of records lie in Arrow files, how a torn one is told, how segments become Parquet.
+"""The commit log: how batches of records lie in segments, and how segments become Parquet.
 
 A segment is written as an Arrow IPC stream, one batch a commit, because a batch can be appended and read
-while the next is being written. Parquet cannot be appended to, but is eight times smaller and is read by
+while the next is being written (`log_tail`). Parquet cannot be appended to, but is eight times smaller and is read by
 columns: so a segment that has grown, or whose trace is sealed, is turned into Parquet.
 
 Where a training was resumed, the log holds steps twice. `Log` gives what counts: `log_dataset`.
@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import google_crc32c
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -22,21 +21,16 @@ from numpy.typing import NDArray
 from replay.attempts import Attempts, read_attempts
 from replay.errors import TraceDamaged
 from replay.files import sync
-from replay.format import RECORD_SCHEMA, VERSION
+from replay.format import RECORD_SCHEMA
 from replay.log_dataset import dataset_of
 from replay.log_parquet import write_segment
 from replay.log_rows import LogRows
+from replay.log_tail import CHECKSUM, UNREADABLE, TailReader, checksum_of
 
 COMPACT_ROWS = 1 << 17
-CHECKSUM = b"hookrec:crc32c"
-UNREADABLE = (pa.ArrowException, OSError, UnicodeDecodeError)
-"""What pyarrow raises at files that are damaged."""
 
-_FEW = 4  # commits that pyarrow takes sooner one by one
 _PART_SEGMENTS = 4
 _MOST_PARTS = 32  # DuckDB plans each of them
-_WIDTHS = [field.type.bit_width // 8 for field in RECORD_SCHEMA]
-_ROW_BYTES = sum(_WIDTHS)
 _SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
 
 
@@ -124,7 +118,7 @@ class LogWriter:
         """
         arrays = [pa.array(np.ascontiguousarray(columns[field.name]), field.type) for field in RECORD_SCHEMA]
         batch = pa.RecordBatch.from_arrays(arrays, schema=RECORD_SCHEMA)
-        self._stream.write_batch(batch, custom_metadata={CHECKSUM: _checksum(batch)})
+        self._stream.write_batch(batch, custom_metadata={CHECKSUM: checksum_of(batch)})
         self._write(self._take())
         self._rows += len(batch)
         if self._rows >= COMPACT_ROWS:
@@ -299,100 +293,6 @@ class Log:
         return sealed + sum(len(batch) for batch in self._batches)
 
 
-class TailReader:
-    """Reads an Arrow segment from where the last look ended, as far as it is whole."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.position = 0
-        self._head = b""
-
-    def read(self) -> list[pa.RecordBatch]:
-        """Return the batches that are new and whole; `position` is the byte after the last of them."""
-        with self.path.open("rb") as file:
-            file.seek(self.position)
-            data = file.read()
-        whole = self._head + data
-        source = pa.BufferReader(whole)
-        try:
-            reader = pa.ipc.open_stream(source)
-        except UNREADABLE:
-            return []  # the head is not there yet, or torn
-        if not reader.schema.equals(RECORD_SCHEMA):
-            raise TraceDamaged(f"{self.path} is no commit log of format version {VERSION}: its columns are others.")
-        if not self._head:
-            self._head = data[: source.tell()]
-            self.position = len(self._head)
-            data = data[self.position :]
-        batches, good = [], source.tell()
-        while True:
-            begin = good
-            try:
-                batch, metadata = reader.read_next_batch_with_custom_metadata()
-                batch.validate()  # lengths that were damaged would have us read beyond the file
-                if metadata is None or metadata.get(CHECKSUM) != _checksum(batch):
-                    break
-            except (StopIteration, *UNREADABLE):
-                break
-            batch, good = _with_alike(batch, metadata[CHECKSUM], whole, begin, source.tell())
-            source.seek(good)
-            batches.append(batch)
-        self.position += good - len(self._head)
-        return batches
-
-
-def _with_alike(
-    batch: pa.RecordBatch, checksum: bytes, data: bytes, begin: int, end: int
-) -> tuple[pa.RecordBatch, int]:
-    """Return a batch with those that follow it and have as many rows, as one, and where these end.
-
-    Most commits of a training are alike but for their values, and pyarrow takes a tenth of a millisecond for each.
-
-    Args:
-        batch: the first.
-        checksum: its checksum, which lies in its message as text.
-        data: the bytes of the messages.
-        begin: where its message begins there.
-        end: and ends.
-    """
-    sizes = [width * len(batch) for width in _WIDTHS]
-    length, body = end - begin, sum(map(_padded, sizes))
-    at = data.find(checksum, begin, end - body) - begin
-    if at < 0:
-        return batch, end
-    after = at + len(checksum)
-    before_it, behind_it = data[begin : begin + at], data[begin + after : end - body]
-    count, next_ = 1, end
-    while (
-        next_ + length <= len(data)
-        and data[next_ : next_ + at] == before_it
-        and data[next_ + after : next_ + length - body] == behind_it
-    ):
-        count, next_ = count + 1, next_ + length
-    if count < _FEW:
-        return batch, end
-    messages = np.frombuffer(data, np.uint8, count * length, begin).reshape(count, length)
-    ends = length - body + np.cumsum([0, *map(_padded, sizes)])
-    columns = [messages[:, first : first + size] for first, size in zip(ends.tolist(), sizes, strict=False)]
-    values = np.concatenate(columns, axis=1)
-    for number, row in enumerate(values):
-        if messages[number, at:after].tobytes() != b"%08x" % google_crc32c.value(row.tobytes()):
-            count = number
-            break
-    if count < _FEW:
-        return batch, end
-    arrays = [
-        pa.Array.from_buffers(field.type, count * len(batch), [None, pa.py_buffer(column[:count].tobytes())])
-        for field, column in zip(RECORD_SCHEMA, columns, strict=True)
-    ]
-    return pa.RecordBatch.from_arrays(arrays, schema=RECORD_SCHEMA), begin + count * length
-
-
-def _padded(size: int) -> int:
-    """How many bytes a buffer of that size has in a message."""
-    return -(-size // 8) * 8
-
-
 def segment_files(rank_directory: Path) -> dict[int, Path]:
     """The files of the log by number; Parquet goes before Arrow."""
     found: dict[int, Path] = {}
@@ -402,12 +302,3 @@ def segment_files(rank_directory: Path) -> dict[int, Path]:
         if match := _SEGMENT.fullmatch(name):
             found[int(match[1])] = rank_directory / name
     return found
-
-
-def _checksum(batch: pa.RecordBatch) -> bytes:
-    columns = batch.columns  # to make them takes longer than the checksum
-    buffers = [column.buffers() for column in columns]
-    data = b"".join([values for valid, values in buffers if valid is None and values is not None])
-    if len(data) != len(batch) * _ROW_BYTES or any(column.offset for column in columns):
-        data = b"".join([column.to_numpy(zero_copy_only=True).tobytes() for column in columns])
-    return b"%08x" % google_crc32c.value(data)

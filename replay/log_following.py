@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from replay.errors import TraceDamaged
 from replay.format import RECORD_SCHEMA
-from replay.log import UNREADABLE, TailReader, segment_files
+from replay.log import segment_files
 from replay.log_parquet import check_schema, opened
+from replay.log_tail import UNREADABLE, TailReader
 
 _NOTHING = pa.Table.from_batches([], RECORD_SCHEMA)  # `Schema.empty_table` imports pandas
 

@@ -15,8 +15,9 @@ import pyarrow.compute as pc
 
 from replay.errors import TraceDamaged
 from replay.format import RECORD_SCHEMA
-from replay.log import CHECKSUM, UNREADABLE, TailReader, segment_files
+from replay.log import segment_files
 from replay.log_parquet import check_schema, constants_of, opened
+from replay.log_tail import CHECKSUM, UNREADABLE, TailReader
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from replay.errors import BadQuery, NotRecorded, ReplayError, TraceDamaged
 from replay.format import KEPT, MODES, RECORD_SCHEMA, STATISTICS, Stream
-from replay.log import UNREADABLE
 from replay.log_rows import NUMBER
+from replay.log_tail import UNREADABLE
 from replay.records import check_rows
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def answer_parts(
         if any(map(pa.types.is_decimal, reader.schema.types)):
             yield _plain(reader.read_all())  # only all of them tell whether they fit into int64
             return
-        yield _plain(pa.Table.from_batches([], reader.schema))
+        yield _plain(reader.schema.empty_table())
         for batch in reader:
             yield _plain(pa.Table.from_batches([batch]))
 

@@ -247,7 +247,7 @@ class Rank:
 
     def _described(self, number: int, tables: Sequence[pa.Table]) -> pa.Table:
         columns = self.columns()
-        nothing = pa.Table.from_batches([], pa.schema([RECORD_SCHEMA.field(name) for name in columns]))
+        nothing = pa.schema([RECORD_SCHEMA.field(name) for name in columns]).empty_table()
         table = pa.concat_tables([nothing, *tables])
         check_rows(table, len(self.streams), self.directory)
         return OfStreams(self.streams).described(table, number, self.dropped.kept(table))

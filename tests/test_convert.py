@@ -165,15 +165,15 @@ def test_dropped_tensors_stay_dropped_and_are_no_damage(tmp_path):
 )
 def test_a_conversion_that_was_killed_goes_on_where_it_was(tmp_path, monkeypatch, store, compression, sealed):
     """A log that is not sealed comes in batches of three records here, one that is in a single batch."""
-    monkeypatch.setattr("replay.log._FEW", 1 << 30)
+    monkeypatch.setattr("replay.log_tail._FEW", 1 << 30)
     tensors = write_stored(tmp_path / "a", steps=30, sealed=sealed)
     write_stored(tmp_path / "a", steps=4, rank=1)
     code = f"""
         import os, pathlib, signal
         import replay.convert as c
-        import replay.log
+        import replay.log_tail
         c._BLOCK_ROWS = 10
-        replay.log._FEW = 1 << 30
+        replay.log_tail._FEW = 1 << 30
         def progress(done, total):
             if done >= 40:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -151,7 +151,7 @@ def test_a_log_that_has_not_grown_is_not_opened(tmp_path, monkeypatch):
     follower = Follower(tmp_path / "a")
     steps(follower)
 
-    monkeypatch.setattr("replay.log.TailReader.read", lambda self: pytest.fail("it was opened"))
+    monkeypatch.setattr("replay.log_tail.TailReader.read", lambda self: pytest.fail("it was opened"))
 
     assert steps(follower) == []
 

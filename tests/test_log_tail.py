@@ -5,7 +5,8 @@ import pyarrow as pa
 import pytest
 
 from replay.format import RECORD_SCHEMA
-from replay.log import LogWriter, TailReader
+from replay.log import LogWriter
+from replay.log_tail import TailReader
 
 SEGMENT = "records-00000.arrows"
 
