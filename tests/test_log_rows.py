@@ -1,6 +1,7 @@
 """Records that are found by some columns and then read by number, against plain Python over all records."""
 
 import math
+import shutil
 from pathlib import Path
 
 import google_crc32c
@@ -8,9 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
 import replay
 from replay import log_parquet
+from replay.cli import main
 from replay.format import RECORD_SCHEMA
 from replay.log import LogWriter
 from replay.log_rows import NUMBER
@@ -87,6 +90,20 @@ def test_sql_sees_a_log_in_parts_as_one_table_in_order(segments, trace, monkeypa
         {"n": len(found), "s": sum(record["step"] for record in found)}
     ]
     assert trace.sql("select step from records where rank = 1 limit 3 offset 17")["step"].to_pylist() == [2, 2, 2]
+
+
+def test_a_damaged_segment_in_one_of_the_parts_is_named(trace, tmp_path, monkeypatch):
+    monkeypatch.setattr("replay.log._PART_SEGMENTS", 1)
+    shutil.copytree(trace.path, tmp_path / "a")
+    segment = tmp_path / "a/rank-00001/records-00001.parquet"
+    data = bytearray(segment.read_bytes())
+    data[4:200] = bytes(196)
+    segment.write_bytes(data)
+
+    with pytest.raises(replay.TraceDamaged, match="The log of rank 1 cannot be read"):
+        replay.open(tmp_path / "a").sql("select sum(l2), sum(step), sum(n_nan) from records")
+    result = CliRunner().invoke(main, ["sql", str(tmp_path / "a"), "from records"])
+    assert (result.exit_code, result.stderr.startswith("Error: The log of rank 1")) == (2, True), result.output
 
 
 def test_how_rows_are_numbered_is_no_column(trace):

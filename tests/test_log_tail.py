@@ -1,5 +1,8 @@
 """Commits that are read many at a time are those that were written, whatever follows, and however it is damaged."""
 
+import random
+
+import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -77,3 +80,58 @@ def test_what_comes_before_a_damaged_byte_is_read_and_nothing_of_it_or_behind_it
         read = sum(map(len, batches)) // 3
         assert read in (7, 8, 12), at
         check(batches, commits[:read])
+
+
+def one_by_one(data):
+    """Return the commits as pyarrow reads them, and where the last whole one ends."""
+    source = pa.BufferReader(data)
+    reader = pa.ipc.open_stream(source)
+    batches, good = [], source.tell()
+    while True:
+        try:
+            batch, metadata = reader.read_next_batch_with_custom_metadata()
+            batch.validate()
+            values = b"".join(column.to_numpy(zero_copy_only=True).tobytes() for column in batch.columns)
+            if metadata[b"hookrec:crc32c"] != b"%08x" % google_crc32c.value(values):
+                break
+        except (StopIteration, TypeError, KeyError, pa.ArrowException, OSError, UnicodeDecodeError):
+            break
+        batches.append(batch)
+        good = source.tell()
+    return batches, good
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_any_damage_is_read_what_is_read_one_by_one(tmp_path, seed):
+    some = random.Random(seed)
+    counts = [some.choice([0, 1, 3, 8, 9])] * 9 + [some.choice([1, 3, 200]) for _ in range(3)] + [3] * 6
+    _, ends = written(tmp_path, counts)
+    path = tmp_path / SEGMENT
+    whole = path.read_bytes()
+    begins = [ends[0] - (ends[1] - ends[0]), *ends[:-1]]
+    messages = [whole[begin:end] for begin, end in zip(begins, ends, strict=True)]
+
+    def flipped(*places):
+        data = bytearray(whole)
+        for place in places:
+            data[place % len(data)] ^= 1 << place % 8
+        return bytes(data)
+
+    for _ in range(20):
+        at, offset = some.randrange(len(messages) - 1), some.randrange(400)
+        mixed = some.sample(messages, len(messages))
+        for data in (
+            whole[: some.randint(begins[0], len(whole))],
+            flipped(some.randrange(begins[0], len(whole)), some.randrange(begins[0], len(whole))),
+            flipped(begins[at] + offset, begins[at + 1] + offset),
+            flipped(*(begin + offset for begin in begins)),
+            whole[: begins[0]] + b"".join(mixed),
+            whole + some.randbytes(99),
+        ):
+            path.write_bytes(data)
+            expected, good = one_by_one(data)
+            reader = TailReader(path)
+            found = pa.Table.from_batches(reader.read(), RECORD_SCHEMA).combine_chunks()
+
+            assert found.equals(pa.Table.from_batches(expected, RECORD_SCHEMA).combine_chunks())
+            assert reader.position == good
