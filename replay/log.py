@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -25,12 +24,13 @@ from replay.format import RECORD_SCHEMA
 from replay.log_dataset import dataset_of
 from replay.log_parquet import write_segment
 from replay.log_rows import LogRows
-from replay.log_tail import CHECKSUM, UNREADABLE, TailReader, checksum_of
+from replay.log_tail import CHECKSUM, UNREADABLE, TailReader, batch_of, checksum_of
 
 COMPACT_ROWS = 1 << 17
 
 _PART_SEGMENTS = 4
 _MOST_PARTS = 32  # DuckDB plans each of them
+_DTYPES = {field.name: field.type.to_pandas_dtype() for field in RECORD_SCHEMA}
 _SEGMENT = re.compile(r"records-(\d{5,})\.(arrows|parquet)$")
 
 
@@ -64,7 +64,7 @@ class LogWriter:
         self._parts: list[bytes] = []
         self._stream = pa.ipc.new_stream(pa.PythonFile(self, mode="w"), RECORD_SCHEMA)
         # The stream writes its head together with its first batch; a segment that is continued has one already.
-        self._stream.write_batch(pa.RecordBatch.from_pylist([], RECORD_SCHEMA))
+        self._stream.write_batch(batch_of(0, [b""] * len(RECORD_SCHEMA)))
         self._parts.clear()
         tail = TailReader(self._path)
         self._rows = sum(len(batch) for batch in tail.read())
@@ -116,8 +116,8 @@ class LogWriter:
         Raises:
             OSError: the file could not be written. It is as it was before.
         """
-        arrays = [pa.array(np.ascontiguousarray(columns[field.name]), field.type) for field in RECORD_SCHEMA]
-        batch = pa.RecordBatch.from_arrays(arrays, schema=RECORD_SCHEMA)
+        arrays = [columns[field.name].astype(_DTYPES[field.name], casting="safe") for field in RECORD_SCHEMA]
+        batch = batch_of(len(arrays[0]), (array.tobytes() for array in arrays))
         self._stream.write_batch(batch, custom_metadata={CHECKSUM: checksum_of(batch)})
         self._write(self._take())
         self._rows += len(batch)

@@ -438,6 +438,23 @@ def test_the_training_process_never_imports_replay(tmp_path):
     assert replay.open(Path(tmp_path) / "a").steps == [0]
 
 
+@pytest.mark.parametrize("store", ["zarr", "hdf5"])
+def test_the_writer_process_loads_neither_torch_nor_pandas(tmp_path, store):
+    pytest.importorskip("pandas")
+    model = nn.Linear(1, 1)
+    with hookrec.attach(model, tmp_path / "a", clock="manual", store=store, keep_free=0) as recorder:
+        writer = recorder._recording._writer._process.pid
+        model(torch.ones(1, 1))
+        recorder.step()
+        while not len(replay.open(tmp_path / "a").steps):
+            time.sleep(0.001)
+        loaded = Path(f"/proc/{writer}/maps").read_text()
+
+    assert "/numpy/" in loaded
+    assert "/torch/" not in loaded
+    assert "/pandas/" not in loaded
+
+
 @pytest.mark.parametrize("native", ["1", "0"])
 def test_checksums_of_the_kernel_and_of_the_writer_are_those_of_the_bytes(tmp_path, native):
     """The sizes lie around the borders of the kernel's blocks, of what its checksum interleaves and joins."""
