@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
@@ -115,9 +116,10 @@ class LogWriter:
 
         Raises:
             OSError: the file could not be written. It is as it was before.
+            ValueError: a value is none of its column's type.
         """
-        arrays = [columns[field.name].astype(_DTYPES[field.name], casting="safe") for field in RECORD_SCHEMA]
-        batch = batch_of(len(arrays[0]), (array.tobytes() for array in arrays))
+        rows = len(columns["step"])
+        batch = batch_of(rows, [_bytes_of(name, columns[name], rows) for name in RECORD_SCHEMA.names])
         self._stream.write_batch(batch, custom_metadata={CHECKSUM: checksum_of(batch)})
         self._write(self._take())
         self._rows += len(batch)
@@ -139,6 +141,14 @@ class LogWriter:
         self.closed = True
         with contextlib.suppress(OSError):
             os.close(self._fd)
+
+
+def _bytes_of(name: str, values: NDArray[Any], rows: int) -> bytes:
+    """Return a column as its type has it."""
+    column = values.astype(_DTYPES[name], copy=False)
+    if len(column) != rows or (column.dtype != values.dtype and not np.array_equal(column, values, equal_nan=True)):
+        raise ValueError(f"Column {name!r} is to have {rows} values of {column.dtype}.")
+    return column.tobytes()
 
 
 def compact(path: Path) -> None:

@@ -135,3 +135,17 @@ def test_of_any_damage_is_read_what_is_read_one_by_one(tmp_path, seed):
 
             assert found.equals(pa.Table.from_batches(expected, RECORD_SCHEMA).combine_chunks())
             assert reader.position == good
+
+
+def test_a_column_is_written_in_its_type_or_refused(tmp_path):
+    columns = {name: np.array([1, 2]) for name in RECORD_SCHEMA.names}
+    log = LogWriter(tmp_path)
+    log.append(columns | {"l2": np.array([0.5, np.nan])})
+    for wrong in ({"stream": np.array([0, 1 << 31])}, {"kept": np.array([-1, 0])}, {"l2": np.array([0.5])}):
+        with pytest.raises(ValueError, match="is to have 2 values of"):
+            log.append(columns | wrong)
+    log.close()
+
+    table = pa.Table.from_batches(TailReader(tmp_path / SEGMENT).read(), RECORD_SCHEMA)
+    assert table["stream"].to_pylist() == [1, 2]
+    assert np.array_equal(table["l2"].to_numpy(), [0.5, np.nan], equal_nan=True)
